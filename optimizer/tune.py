@@ -36,7 +36,7 @@ from spectune.optimizer.profiles import (
     profile_for,
 )
 from spectune.optimizer.record import Look, cover_of, look_around, record
-from spectune.optimizer.report.evidence import evidence_document, middle_request, rounds_of_one
+from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
 from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, ready_plan
@@ -713,18 +713,15 @@ class Tuning:
     def evidence(self, tuned: Tuned) -> dict[str, Any]:
         """What the report draws beside the study."""
         pair, trace = self.pair, self.trace
-        shown = {c.policy.id: c.policy for c in (tuned.winner, tuned.incumbent)}
-        request = middle_request(trace, (r.request_id for r in tuned.winner.executed.per_request))
-        how = (self.profile, self.artifacts, pair.text)
         about = {
             "pair": f"{pair.spec.name} ({pair.id})",
             "device": pair.device.type,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
             "deployment": self.wanted.deployment,
-            "sampling": sampling_in_words(trace.trajectories[request].sampling),
+            "sampling": sampling_in_words(trace.trajectories[0].sampling),
         }
-        rounds = rounds_of_one(trace, request, shown.values(), *how)
-        return evidence_document(tuned, self.compared, rounds, about)
+        rounds = rounds_of_one(tuned, trace, self.profile, self.artifacts, pair.text)
+        return evidence_document(tuned, rounds, about)
 
 
 STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (

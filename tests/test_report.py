@@ -1,148 +1,80 @@
-"""The tables that commands print."""
+"""What a tuning says at its end: its table, its last lines, its page; and that text from elsewhere
+is only shown."""
 
 from __future__ import annotations
 
+import html
 import io
+import json
+import re
+import shutil
+import subprocess
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
+from pairs import fixed
 from rich.console import Console
 from synthetic import policy
 
 from spectune.optimizer.commands.printing import Meter, emit
-from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table, score_table
+from spectune.optimizer.confirm import Confirmation
+from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table
+from spectune.optimizer.report.tuning import TuningReport, page
+from spectune.optimizer.report.words import closing, policy_in_words
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Counts, Outcome, RequestOutcome
+from spectune.traces.tables import Study
 
 FAST, DROPPED = policy("small", 4), policy("small", 8)
+HOSTILE = "</title><script>document.title='no'</script> $x$ [/b][math] \x1b[31m\x07 日本"
+SHOWN = "</title><script>document.title='no'</script> $x$ [/b][math] \ufffd[31m\ufffd 日本"
 
 
 def candidate(
-    role: str,
-    policy: Policy,
-    seconds: list[float],
-    ratio: float,
-    raced: tuple[float, float, float],
-    *,
-    left: bool,
+    role: str, policy: Policy, seconds: list[float], ratio: float, *raced: float, left: bool
 ) -> Candidate:
-    """One executed on the first requests, each of 100 tokens, in so many seconds."""
-    rows = [
-        RequestOutcome(f"r{i}", "code", Counts(1, 50, 100, 50, 50, 50, 100, s))
-        for i, s in enumerate(seconds)
-    ]
-    executed = Outcome(policy.label(), "executed", tuple(rows))
-    return Candidate(role, policy, executed, executed, (ratio,) * 3, (ratio,) * 3, raced, left)
+    """One executed on the first requests, each of 100 tokens, in so many seconds, and predicted to
+    be twice as fast."""
+    executed, predicted = (
+        Outcome(policy.label(), kind, tuple(
+            RequestOutcome(f"r{i}", "code", Counts(1, 50, 100, 50, 50, 50, 100, s / speed), 0.1)
+            for i, s in enumerate(seconds)
+        ))
+        for kind, speed in (("executed", 1), ("replayed", 2))
+    )  # fmt: skip
+    over, (low, middle, high) = (ratio,) * 3, raced
+    return Candidate(role, policy, predicted, executed, over, over, (low, middle, high), left)
 
 
-def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate) -> Tuned:
+PLAIN = candidate(
+    *("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0), *(0.625, 0.6, 0.65), left=False
+)
+WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, *(1.0, 1.0, 1.0), left=True)
+SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, *(0.83, 0.8, 0.86), left=False)
+CONFIRMED = Confirmation(FAST.id, (1.5, 1.25, 2.0), 7, 1)
+
+
+def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate, **more: Any) -> Tuned:
     """The results of a tuning that published nothing."""
     return Tuned(
         winner, incumbent, candidates, "rec-1", "prof-1", "study-1",
         texts=ComparedTexts(0, 4, "float32"), test_requests=4, search_requests=6, trials=9,
-        published=None, reason="said why",
+        published=None, reason="said why", common_factor=0.5, **more,
     )  # fmt: skip
 
 
-PLAIN = candidate(
-    "autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0, (0.625, 0.6, 0.65), left=False
-)
-WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, (1.0, 1.0, 1.0), left=True)
-SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, (0.83, 0.8, 0.86), left=False)
+def results(winner: Candidate, incumbent: Candidate, **more: Any) -> Tuned:
+    raced = (WINNER, SLOWER, PLAIN, replace(incumbent, role="incumbent"))
+    return tuned(winner, incumbent, *raced, **more)
 
 
-def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
-    """A policy that was dropped after two easy requests has the most tokens/s, and is not the
-    fastest."""
-    text = printed(evidence_table(tuned(WINNER, PLAIN, WINNER, SLOWER, PLAIN)))
-    same = "0 of 4 texts differ (float32; autoregression was not repeated)"
-    assert same in " ".join(text.split())
-    lines = text.splitlines()
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")
-    ]
-    assert [row[0] for row in rows] == ["finalist 1", "finalist 2", "autoregressive"]
-    assert float(rows[1][4]) > float(rows[0][4])
-    assert [row[6] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
-    assert [row[8] for row in rows] == ["1.600", "1.667", "1.000"]
-    assert [row[9] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
-    assert any("dropped early, behind beyond noise: 1;" in line for line in lines)
-
-
-def test_a_prediction_is_shown_as_made_and_after_the_factor_fitted_to_the_same_executions() -> None:
-    """Speeds that are all predicted twice too high are off by 100%, whatever a factor that is
-    fitted afterwards brings that to."""
-    twice = [
-        replace(c, predicted=Outcome(c.policy.label(), "replayed", in_half_the_time(c)))
-        for c in (WINNER, SLOWER, PLAIN)
-    ]
-    made = replace(tuned(twice[0], twice[2], *twice), common_factor=0.5)
-    assert made.to_json()["prediction"] == {
-        "policies": 3,
-        "median_error": pytest.approx(1.0),
-        "largest_error": pytest.approx(1.0),
-        "common_factor": 0.5,
-        "median_error_after_factor": pytest.approx(0.0),
-        "largest_error_after_factor": pytest.approx(0.0),
-    }
-    (first, *_) = made.to_json()["candidates"]
-    assert first["predicted_tokens_per_s"] == pytest.approx(160.0)
-    assert first["predicted_after_factor_tokens_per_s"] == pytest.approx(80.0)
-    text = printed(evidence_table(made))
-    assert text.count("+100.0% (+0.0%)") == 3
-    assert (
-        "Predicted speeds were off by 100.0% in the median of 3 policies; after one common factor "
-        "fitted to these executions (0.500), by 0.0%" in text
-    )
-
-
-def in_half_the_time(c: Candidate) -> tuple[RequestOutcome, ...]:
-    """What was executed, twice as fast."""
-    return tuple(
-        replace(r, counts=replace(r.counts, seconds=r.counts.seconds / 2))
-        for r in c.executed.per_request
-    )
-
-
-def test_the_evidence_is_silent_on_who_was_dropped_where_nobody_was() -> None:
-    winner = replace(WINNER, left=True)
-    plain = replace(PLAIN, raced=(0.5, 0.0, float("inf")), left=True)
-    lines = printed(evidence_table(tuned(winner, plain, winner, plain))).splitlines()
-    assert not any("dropped" in line for line in lines)
-    (row,) = (x for x in lines if "autoregressive" in x and x.startswith("│"))
-    assert row.rstrip(" │").endswith("0.500")
-
-
-def test_latency_is_measured_to_the_first_token_and_per_later_one() -> None:
-    """Two requests of 11 and 21 tokens, one of a single token, and one whose rounds were not
-    timed."""
-    rows = [(11, 1.5, 0.5), (21, 2.0, 1.0), (1, 3.0, 3.0), (9, 9.0, 0.0)]
-    outcome = Outcome(
-        "p",
-        "executed",
-        tuple(RequestOutcome("r", "c", Counts(1, 1, n, seconds=s), first) for n, s, first in rows),
-    )
-    latency = outcome.latency()
-    assert latency is not None
-    assert latency["requests"] == 3
-    assert latency["time_to_first_token_s"] == {
-        "mean": 1.5,
-        "p50": 1.0,
-        "p95": pytest.approx(2.8),
-        "p99": pytest.approx(2.96),
-    }
-    assert latency["time_per_output_token_s"]["p50"] == pytest.approx(0.075)
-    assert latency == outcome.to_json()["latency"]
-    assert "time to first token: p50 1000.0, p95 2800.0, p99 2960.0 ms" in printed(
-        outcome_table(outcome)
-    )
-    assert Outcome("p", "replayed", outcome.per_request[3:]).latency() is None
-
-
-HOSTILE = "[/b][math] :smile: \x1b[31m\x9b2J\x07\nsecond"
-SHOWN = "[/b][math] :smile: \ufffd[31m\ufffd2J\ufffd"
+FASTER = results(WINNER, PLAIN, confirmed=CONFIRMED)
 
 
 def printed(view: object) -> str:
@@ -152,46 +84,175 @@ def printed(view: object) -> str:
     return out.getvalue()
 
 
-def test_what_users_named_is_shown_as_it_is() -> None:
-    counts = Counts(1, 50, 100, 50, 50, 50, 100, 1.0)
-    outcome = Outcome(
-        HOSTILE,
-        "executed",
-        (RequestOutcome("r", HOSTILE, counts), RequestOutcome("s", "[b]", counts)),
-    )
-    loss = dict.fromkeys(("fitted", "default", "probability"), 0.1)
-    rank = dict.fromkeys(("rank", "laws", "observed", "predicted", "default", "probability"), 1)
-    about = {"width": 2, "sharpness": 1.0, "held_out": 1, "covered": 1.0, "laws": 1}
-    views = [
-        outcome_table(outcome),
-        rows_table([{"a": HOSTILE}, {"a": "[/b]"}], ("a",), HOSTILE),
-        score_table({"draft": HOSTILE, "ranks": [rank], "loss": loss, "at_border": False, **about}),
-    ]
-    for view in views:
-        text = printed(view)
-        assert f"{SHOWN}\\nsecond" in " ".join(text.split())
-        assert not set(text) & {"\x1b", "\x9b", "\x07"}
-    assert printed(views[0]).count(SHOWN) == 2
-    assert "[b]" in printed(views[0])
-    assert "[/b] " in printed(views[1])
+def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
+    """A policy that was dropped after two easy requests has the most tokens/s, and is not the
+    fastest. Speeds that are all predicted twice too high are off by 100%, whatever a factor that is
+    fitted afterwards brings that to."""
+    text = printed(evidence_table(FASTER))
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    roles = ["winner, finalist 1", "finalist 2", "autoregressive, incumbent"]
+    assert [row[0] for row in rows] == roles
+    assert float(rows[1][4]) > float(rows[0][4])
+    assert [row[5] for row in rows] == ["+100.0% (+0.0%)"] * 3
+    assert [row[6] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
+    assert [row[7] for row in rows] == ["1.600", "1.667", "1.000"]
+    assert [row[9] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
+    assert "dropped early, behind beyond noise: 1;" in text
+    assert "off by 100.0% in the median of 3 policies; after one common factor" in text
+    assert "0 of 4 texts differ (float32; autoregression was not repeated)" in text
+    assert "time to first token: p50 100.0, p95 100.0, p99 100.0 ms" in text
 
 
-def test_plain_lines_and_progress_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_users_named_is_shown_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = (RequestOutcome("r", HOSTILE, Counts(1)), RequestOutcome("s", "[b]", Counts(1)))
+    view = rows_table([{"a": f"{HOSTILE}\nsecond"}, {"a": "[/b]"}], ("a",), HOSTILE)
+    texts = [printed(outcome_table(Outcome(HOSTILE, "executed", requests))), printed(view)]
+    assert "[b]" in texts[0]
+    assert f"{SHOWN}\\nsecond" in texts[1]
     emit({}, f"pair {HOSTILE}")
     with Meter() as meter:
         meter(HOSTILE, 0, 1)
-    shown = capsys.readouterr()
-    for text in (shown.out, shown.err):
-        assert SHOWN in text
-        assert not set(text) & {"\x1b", "\x9b", "\x07"}
-
-
-def test_a_progress_bar_on_a_terminal_reads_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts += capsys.readouterr()
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
     with Meter() as meter:
-        meter("nightly: [/b] [math]\x07", 0, 2)
-        meter("nightly: [/b] [math]\x07", 2, 2)
-    assert "nightly: [/b] [math]\ufffd" in out.getvalue()
+        meter(HOSTILE, 0, 2)
+    assert all(SHOWN in text for text in (*texts, terminal.getvalue()))
+    assert not any(set(text) & {"\x1b", "\x07"} for text in texts)
+
+
+TREE = {"draft": "head", "window": fixed(6), "growth": {"kind": "top_k"}, "select": {"top_n": 24}}
+TREE |= {"shortlist": {"kind": "frequency", "artifact": "abc", "size": 512}}
+BY_PROMPT = {"draft": "small", "window": fixed(2), "by_prompt": {"artifact": "abc", "others": [{}]}}
+
+
+def test_policies_in_words() -> None:
+    for document, words in (
+        (TREE, "head drafts EAGLE-2 trees of 6 levels, 24 nodes verified, over a shortlist of 512"),
+        (BY_PROMPT, "one of: small drafts 2 tokens a round; no draft, one token a round"),
+    ):
+        assert words in policy_in_words(parse_policy(document).spelled_out())
+
+
+def report(made: Tuned, **more: Any) -> TuningReport:
+    """What is stored of a tuning with these results."""
+    evidence = {
+        "tuned": {**made.to_json(), **more},
+        "categories": {made.winner.policy.id: {HOSTILE: 80.0, "prose": 10.0}},
+        "rounds": {
+            "request": HOSTILE,
+            "text": [f"t{i} " for i in range(9)],
+            "rounds": {FAST.id: [[4, 4, 5], [4, 0, 1], [4, 2, 3]]},
+        },
+        "about": {"pair": HOSTILE, "device": "cuda", "deployment": "a b"},
+    }
+    trials = [{"policy": p.spelled_out(), "value": 90.0} for p in (FAST, DROPPED, AUTOREGRESSIVE)]
+    summary = {"by_prompt": "gains nothing", "left_out": {HOSTILE: "too slow"}}
+    study = Study("study-1", "pair-1", "rec-1", "none", 0, len(trials), summary, trials)
+    study.created_at = datetime(2026, 5, 4, tzinfo=UTC)
+    accepted = {"small": (0.7, 0.5, 0.4), HOSTILE: (0.2,)}
+    return TuningReport(study, evidence, accepted, read_pair("demo").to_json())
+
+
+SLIGHT = results(SLOWER, SLOWER, confirmed=Confirmation(FAST.id, (1.02, 0.97, 1.07), 7, 1))
+LATE = "version 7 came into force meanwhile and was not compared, so it stays"
+AHEAD = replace(SLOWER, raced=(1.01, 0.9, 1.1), left=True)
+TIED = (WINNER, AHEAD, PLAIN, replace(PLAIN, role="incumbent"))
+SIMPLER = "small fixed(gamma=8) was 1.0% ahead in the race, within noise: of equals the simpler "
+PUBLISHED = {"published": {"version": 3}}
+DEPLOY = "Deploy this: small fixed(gamma=4), 1.50 times as fast as decoding without a draft"
+KEEP = "Keep small fixed(gamma=8): no policy was faster beyond noise"
+RUN = "run --policy active --pair demo --deployment 'a b'"
+ACTIVATE = f"policies activate {FAST.id} --pair demo --deployment 'a b'"
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "first", "last_line", "command"),
+    [
+        (FASTER, PUBLISHED, DEPLOY, "here, as version 3: small fixed(gamma=4) (small d", RUN),
+        (FASTER, {}, DEPLOY, "Nothing was published. Winner here: small", ACTIVATE),
+        (FASTER, {"refused": "no trees"}, DEPLOY, "Nothing was published: no trees. Winner", None),
+        (FASTER, {"superseded_by": 7, "reason": LATE}, DEPLOY, f"published: {LATE}.", None),
+        (tuned(WINNER, PLAIN, *TIED, confirmed=CONFIRMED), {}, DEPLOY, SIMPLER, ACTIVATE),
+        (results(SLOWER, SLOWER), {}, KEEP, "The best of the others, small fixed(gamma=4)", None),
+        (SLIGHT, {}, KEEP, "(99% interval 0.97 to 1.07): the gain is not beyond noise.", None),
+        (results(PLAIN, PLAIN), {}, "Decode without a draft: no policy", "Nothing changes", None),
+    ],
+)
+def test_the_page_and_the_last_lines_say_what_to_deploy(
+    made: Tuned, more: dict[str, Any], first: str, last_line: str, command: str | None
+) -> None:
+    stored = report(made, **more)
+    text = html.unescape(page(stored, gpus=8, price=2.5))
+    assert f"<h1>{first}" in text
+    assert re.findall("<pre>spectune (.*)</pre>", text) == ([command] if command else [])
+    assert ("<p>Nothing was published: " in text) == bool({"refused", "superseded_by"} & set(more))
+    for saved in (
+        "1.74 (99% interval 0.87 to 3.47) GPU hours per million tokens; with 8 busy devices, 64.0",
+        "At 2.5 an hour: 4.34 (99% interval 2.17 to 8.68) per million tokens, 160.00 ",
+    ):
+        assert (saved in text) == first.startswith("Deploy")
+    last = closing(stored.tuned, "here", [("cli.py run --policy active", "decodes with it")])
+    gain = "was 1.50 times as fast as autoregressive (99% interval 1.25 to 2.00)."
+    assert max(map(len, last.splitlines())) < 80
+    last = " ".join(last.split())
+    assert (gain in last) == (first == DEPLOY)
+    assert last_line in last
+    assert last.endswith(" # decodes with it cli.py run --policy active")
+    winner = html.unescape(" ".join(re.findall('<tr class="winner">.*?</tr>', text, re.DOTALL)))
+    assert ">winner, " in winner
+    assert stored.tuned["winner"]["label"] in winner
+
+
+def test_two_policies_of_one_label_are_told_apart() -> None:
+    first = parse_policy(BY_PROMPT)
+    second = parse_policy({**BY_PROMPT, "window": fixed(3)})
+    assert first.label() == second.label()
+    raced = [replace(SLOWER, policy=policy) for policy in (first, second)]
+    text = printed(evidence_table(tuned(raced[0], raced[0], *raced)))
+    assert all(f"{p.label()} [{p.id[:6]}]" in text for p in (first, second))
+
+
+MEASURE = """<pre></pre><script>
+const box = e => e.getBoundingClientRect(), found = [];
+for (const svg of document.querySelectorAll("svg"))
+  for (const text of svg.querySelectorAll("text")) {
+    const [a, b] = [box(svg), box(text)];
+    if (b.left < a.left - 1 || b.right > a.right + 1 || b.bottom > a.bottom + 1 || b.height < 11)
+      found.push(text.textContent);
+  }
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+[...document.querySelectorAll("pre")].pop().textContent = JSON.stringify(
+  [document.title, found, wide]);
+</script>"""
+
+
+def test_the_page_is_whole_and_nothing_in_it_acts(tmp_path: Path) -> None:
+    """In a browser, where there is one, all text lies within its chart and can be read."""
+    text = page(report(FASTER, **PUBLISHED))
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    panels = {"prediction", "race", "executed", "categories", "latency", "positions"}
+    assert panels | {f"rounds-{FAST.id}", "tried", "left-out"} <= set(ids)
+    assert not re.search(r"<script|<link|<img|<a |src=|@import|url\((?!#)| on\w+=", text)
+    assert not set(text) & {"\x1b", "\x07"}
+    plain = html.unescape(text)
+    for words in (
+        *(SHOWN, f"{SHOWN}: too slow", "a draft for each prompt: gains nothing"),
+        "6 of 12 drafted tokens accepted, 9 tokens in 3 rounds",
+        *("t0 t1 t2 t3 t4", "small: chains", "measured (tokens/s)", "speed over the fastest's"),
+        *("winner: small fixed(gamma=4)", "incumbent, autoregressive"),
+    ):
+        assert words in plain
+    if (browser := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        pytest.skip("no browser")
+    (tmp_path / "page.html").write_text(text + MEASURE)
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    measured = re.findall("<pre>(.*?)</pre>", dom, re.DOTALL)[-1]
+    assert json.loads(html.unescape(measured)) == [DEPLOY, [], 0]

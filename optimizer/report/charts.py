@@ -24,7 +24,7 @@ from spectune.traces.text import printable
 COLOURS = ("#2566ae", "#c2560c", "#2a7d48", "#7a45ad", "#a8326a")
 GREY, PALE = "#8b949e", "#d3d8de"
 WIDTH_IN = 4.2
-LABEL_WIDTH = 62
+LABEL_WIDTH = 48
 """Characters of a label on one line of a chart."""
 SETTINGS = {
     "svg.fonttype": "none",
@@ -95,24 +95,15 @@ def prediction(candidates: Sequence[Json], series: Series) -> str:
     return chart("prediction", "measured (tokens/s)", "predicted (tokens/s)", draw, 4.0)
 
 
-def race(policies: Sequence[Json], series: Series) -> str:
-    """Speed over the winner's of each policy of ``race_as_it_went``, by requests executed."""
-
-    def draw(axes: Axes) -> None:
-        for i, r in enumerate(policies):
-            xs, ys, *_ = zip(*r["points"], strict=True)
-            (line,) = axes.plot(xs, ys, "x-" if r["dropped"] else "o-", lw=1.5)
-            line.set(markevery=[len(xs) - 1], zorder=2 + len(policies) - i)
-            line.set(color=_colour(r["policy"], series), label=series.get(r["policy"], "others"))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    return chart("race", "requests executed, over all passes", "speed over the winner's", draw)
-
-
 def rows(
-    name: str, x_label: str, labelled: Sequence[tuple[str, Sequence[Mark]]], series: Series
+    name: str,
+    x_label: str,
+    labelled: Sequence[tuple[str, Sequence[Mark]]],
+    series: Series,
+    start: float | None = None,
 ) -> str:
-    """Marks with their intervals, a row for each label, the first on top."""
+    """Marks with their intervals, a row for each label, the first on top; the axis begins at
+    ``start``, or near the smallest."""
     labels = [_wrapped(label) for label, _ in labelled]
     heights = [1.4 + 0.4 * label.count("\n") for label in labels]
 
@@ -123,7 +114,7 @@ def rows(
             y += height
             for mark in marks:
                 _mark(axes, mark, y - 0.4, series)
-        axes.set(ylim=(y, -0.3), yticks=[])
+        axes.set(ylim=(y, -0.3), yticks=[], xlim=(start, None))
 
     return chart(name, x_label, "", draw, 1.1 + 0.22 * sum(heights))
 

@@ -19,6 +19,7 @@ from spectune.optimizer.report.words import (
     TREES,
     Json,
     Table,
+    blocked,
     deploys,
     executed_table,
     headline,
@@ -37,6 +38,8 @@ from spectune.traces.tables import Study
 from spectune.traces.text import one_line
 
 ROUNDS_DRAWN: Final = 24
+TEXT_SHOWN: Final = 200
+"""Characters of the request whose rounds are drawn."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,13 @@ class TuningReport:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart, a table or a list of the page; a table with ``folded`` is opened by that word."""
+    """A chart, a table or a list of the page."""
 
     name: str
     title: str
     caption: str = ""
     svg: str = ""
     table: Table | None = None
-    folded: str = ""
     items: Sequence[str] = ()
     wide: bool = False
 
@@ -137,11 +139,13 @@ def _shown(value: Any) -> Any:
 
 
 def deploy_command(report: TuningReport) -> tuple[str, str]:
-    """The command that uses or publishes the winner, and what it does; empty where nothing is to be
-    deployed."""
+    """The command that uses or publishes the winner, and what it does, or why there is none; empty
+    where nothing is to be deployed."""
     tuned, deployment = report.tuned, report.evidence["about"].get("deployment", "default")
-    if not deploys(tuned) or tuned["superseded_by"] or tuned["refused"]:
+    if not deploys(tuned):
         return "", ""
+    if reason := blocked(tuned):
+        return "", f"Nothing was published: {reason}."
     words = ["spectune", "policies", "activate", tuned["winner"]["id"]]
     purpose = "It is not published yet. This puts it in force:"
     if tuned["published"]:
@@ -179,11 +183,14 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
         yield "Drafts", drafts
     reasons = {"a draft for each prompt": document.get("by_prompt"), **document.get("left_out", {})}
     items = [f"{part}: {why}" for part, why in reasons.items() if why] or ["nothing"]
-    yield "What was tried", [_tried(report), Panel("left-out", "What was not tried", items=items)]
+    yield (
+        "What was tried",
+        [_tried(report), Panel("left-out", "What was left out, and why", items=items)],
+    )
 
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
-    """Predictions, the race, and how it ended."""
+    """Predictions, and how the race ended."""
     tuned, names = report.tuned, names_of(report.tuned)
     candidates = {c["id"]: c for c in tuned["candidates"]}.values()
     predicted = [c for c in candidates if c["predicted_tokens_per_s"] is not None]
@@ -195,28 +202,22 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
             "executed; bars are 95% intervals over requests.",
             charts.prediction(sorted(predicted, key=lambda c: c["id"] not in series), series),
         )
-    race = [r for r in report.evidence["race"] if r["points"]]
-    race.sort(key=lambda r: (r["policy"] not in series, -r["points"][-1][1]))
-    yield Panel(
-        "race",
-        f"{sum(r['dropped'] for r in race)} of {len(race)} policies fell behind beyond noise and "
-        "were dropped",
-        "Speed over the winner's on all requests executed so far; a cross is where a policy was "
-        "dropped.",
-        charts.race(race, series),
-    )
-    ends = [
+    race = sorted(candidates, key=lambda c: -c["ratio_to_leader"])
+    dropped = " (dropped after {} requests)"
+    lines = [
         (
-            series.get(r["policy"], names[r["policy"]]) + " (dropped)" * r["dropped"],
-            [(r["policy"], *r["points"][-1][1:])],
+            series.get(c["id"], names[c["id"]])
+            + dropped.format(c["executed_requests"]) * (not c["left_in_race"]),
+            [(c["id"], c["ratio_to_leader"], *c["ratio_to_leader_interval"])],
         )
-        for r in sorted(race, key=lambda r: -r["points"][-1][1])
+        for c in race
     ]
     yield Panel(
-        "intervals",
-        f"How the race ended for {len(race)} policies",
-        "On the requests that both were executed on, with 95% intervals.",
-        charts.rows("intervals", "speed over the winner's", ends, series),
+        "race",
+        f"{sum(not c['left_in_race'] for c in race)} of {len(race)} policies fell behind beyond "
+        "noise in the race and were dropped",
+        "Speed over that of the fastest in the race, with 95% intervals.",
+        charts.rows("race", "speed over the fastest's", lines, series),
     )
 
 
@@ -231,7 +232,7 @@ def _categories(speeds: Json, series: Mapping[str, str]) -> Panel:
         "categories",
         f"The winner is fastest in {ahead} of {len(categories)} categories",
         "Measured speed by category of request.",
-        charts.rows("categories", "tokens/s", marks, series),
+        charts.rows("categories", "tokens/s", marks, series, 0.0),
     )
 
 
@@ -242,18 +243,13 @@ def _rounds(drawn: Json, series: Mapping[str, str]) -> Iterator[Panel]:
         if not any(drafted for drafted, _, _ in rounds):
             continue
         drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
-        rows, end = [], 0
-        for number, (_, _, tokens) in enumerate(rounds[:ROUNDS_DRAWN], 1):
-            rows.append((number, "".join(drawn["text"][end : end + tokens])))
-            end += tokens
         yield Panel(
             f"rounds-{policy}",
             f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
             f"{len(rounds)} rounds",
-            f"Request {drawn['request']}: its first {len(rows)} rounds.",
+            f"Request {drawn['request']}, its first {ROUNDS_DRAWN} rounds; the beginning of its "
+            f"text: {''.join(drawn['text'])[:TEXT_SHOWN]}",
             charts.rounds(f"rounds-{policy}", rounds[:ROUNDS_DRAWN]),
-            Table(("round", "text"), rows, words=2),
-            "Text",
         )
 
 

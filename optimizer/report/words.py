@@ -168,6 +168,11 @@ def executed_table(tuned: Json) -> Table:
     return Table((*columns, *ratios), rows, words=2, winner=place)
 
 
+def blocked(tuned: Json) -> str:
+    """Why a winner could not be published; empty where nothing prevents it."""
+    return str(tuned["refused"] or (tuned["reason"] if tuned["superseded_by"] else ""))
+
+
 def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
     low, high = ends
@@ -214,8 +219,8 @@ def outcome(tuned: Json) -> list[str]:
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
         ahead = 100 * (in_race[leader] / in_race[raced] - 1)
         sentences.append(
-            f"{names[leader]} was {ahead:.1f}% ahead in the race, which is within noise, and "
-            f"{names[raced]} is simpler."
+            f"{names[leader]} was {ahead:.1f}% ahead in the race, within noise: of equals the "
+            "simpler wins, then the one predicted to be faster."
         )
     return sentences
 
@@ -245,8 +250,8 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
             "deployments` shows which decoders use it."
         )
     elif deploys(tuned):
-        blocked = tuned.get("refused") or (tuned["superseded_by"] and tuned["reason"])
-        first = f"Nothing was published{f': {blocked}' if blocked else ''}. Winner {where}: {name}."
+        why = f": {reason}" if (reason := blocked(tuned)) else ""
+        first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
         first = f"Nothing changes {where}: {name}."
     text = textwrap.fill(
@@ -281,9 +286,9 @@ def savings(
         return 24 * gpus * (1 - 1 / ratio)
 
     hours = "GPU hours" if device.startswith("cuda") else "machine hours"
-    under = f"under {load}" if load else "decoding one request at a time"
+    under = f"under {load}" if load else "when decoding one request at a time"
     sentences = [
-        f"Hours saved {under}: {amount(per_million, 2)} {hours} per million tokens; with "
+        f"Saved {under}: {amount(per_million, 2)} {hours} per million tokens; with "
         f"{gpus} busy device{'s' * (gpus > 1)}, {amount(per_day, 1)} {hours} a day."
     ]
     if price is not None:
