@@ -34,6 +34,11 @@ def test_the_demo_pair_is_in_the_wheel() -> None:
     assert {"pair.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in found}
 
 
+def test_the_template_of_pages_is_in_the_wheel() -> None:
+    (file,) = PROJECT["tool"]["setuptools"]["package-data"]["spectune.optimizer.report"]
+    assert (ROOT / "optimizer" / "report" / file).is_file()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_as_the_page_says(shell: str) -> None:
     assert PROJECT["project"]["scripts"] == {"spectune": "spectune.cli:main"}

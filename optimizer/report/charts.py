@@ -57,8 +57,11 @@ def chart(
         draw(axes)
         axes.set(xlabel=x_label, ylabel=y_label)
         handles, labels = axes.get_legend_handles_labels()
-        if unique := dict(zip(map(_wrapped, labels), handles, strict=True)):
-            figure.legend([*unique.values()], [*unique], loc="outside upper left", borderaxespad=0)
+        legend = dict(zip(map(_wrapped, labels), handles, strict=True))
+        ordered = sorted(legend, key=lambda label: label == "others")
+        if ordered:
+            lines = [legend[label] for label in ordered]
+            figure.legend(lines, ordered, loc="outside upper left", borderaxespad=0)
         figure.savefig(file := io.StringIO(), format="svg")
     svg = printable(file.getvalue())
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
@@ -69,13 +72,10 @@ def _wrapped(label: str) -> str:
     return "\n".join(textwrap.wrap(label, LABEL_WIDTH))
 
 
-def _colour(policy: str, series: Series) -> str:
-    return COLOURS[[*series].index(policy)] if policy in series else GREY
-
-
 def _mark(axes: Axes, mark: Mark, y: float, series: Series) -> None:
     policy, value, low, high = mark
-    colour, label = _colour(policy, series), series.get(policy, "others")
+    label = series.get(policy, "others")
+    colour = COLOURS[[*series].index(policy)] if policy in series else GREY
     if low is not None and high is not None:
         axes.plot((low, high), (y, y), color=colour, lw=1.5)
     axes.plot([value], [y], "o", color=colour, label=label)
@@ -119,7 +119,7 @@ def rows(
     return chart(name, x_label, "", draw, 1.1 + 0.22 * sum(heights))
 
 
-def rounds(name: str, counts: Sequence[tuple[int, int, int]]) -> str:
+def rounds(counts: Sequence[tuple[int, int, int]]) -> str:
     """A bar per round of ``(drafted, accepted, emitted)`` tokens."""
 
     def draw(axes: Axes) -> None:
@@ -136,7 +136,7 @@ def rounds(name: str, counts: Sequence[tuple[int, int, int]]) -> str:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
 
-    return chart(name, "tokens of a round", "round", draw, 1.5 + 0.13 * len(counts))
+    return chart("rounds", "tokens of a round", "round", draw, 1.5 + 0.13 * len(counts))
 
 
 def positions(acceptance: Mapping[str, Sequence[float]]) -> str:

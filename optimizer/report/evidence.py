@@ -41,9 +41,8 @@ def rounds_of_one(
     artifacts: Artifacts,
     text_of: Callable[[list[int]], str],
 ) -> dict[str, Any]:
-    """The executed request whose text has the median length, replayed under winner and incumbent:
-    ``rounds`` by policy id as [drafted, accepted, emitted], and ``text``, a piece per token.
-    Policies that cannot be replayed round by round are absent. JSON-ready."""
+    """The executed request whose text has the median length, replayed under the winner: ``rounds``
+    as [drafted, accepted, emitted] (none where it cannot be replayed), and its ``text``."""
     executed = {r.request_id for r in tuned.winner.executed.per_request}
     lengths = [
         (len(t.output_ids), place)
@@ -52,12 +51,14 @@ def rounds_of_one(
     ]
     _, place = sorted(lengths)[len(lengths) // 2]
     trajectory, alone = trace.trajectories[place], trace.select([place])
-    rounds: dict[str, list[list[int]]] = {}
-    for policy in (tuned.winner.policy, tuned.incumbent.policy):
-        with suppress(SpectuneError):
-            replay = run_replay(
-                alone, policy, profile, per_round=True, artifacts=artifacts, approximate=True
-            )
-            rounds[policy.id] = [[s.drafted, s.accepted, s.emitted] for s in replay.steps()[0]]
-    text = [text_of([token]) for token in trajectory.output_ids.tolist()]
+    rounds: list[tuple[int, int, int]] = []
+    with suppress(SpectuneError):
+        replay = run_replay(
+            *(alone, tuned.winner.policy, profile),
+            per_round=True,
+            artifacts=artifacts,
+            approximate=True,
+        )
+        rounds = [(s.drafted, s.accepted, s.emitted) for s in replay.steps()[0]]
+    text = text_of(trajectory.output_ids.tolist())
     return {"request": trajectory.request_id, "text": text, "rounds": rounds}

@@ -39,7 +39,6 @@ from spectune.traces.text import one_line
 
 ROUNDS_DRAWN: Final = 24
 TEXT_SHOWN: Final = 200
-"""Characters of the request whose rounds are drawn."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,6 @@ class TuningReport:
     evidence: Json
     acceptance: Mapping[str, Sequence[float]]
     pair: Json
-
-    @property
-    def tuned(self) -> Json:
-        """The results as ``tune --json`` printed them."""
-        results: Json = self.evidence["tuned"]
-        return results
 
 
 @dataclass(frozen=True)
@@ -96,15 +89,13 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
 
 def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> str:
     """The HTML of the page."""
-    tuned, about, study = report.tuned, report.evidence["about"], report.study
+    tuned, about, study = report.evidence["tuned"], report.evidence["about"], report.study
     winner, published = tuned["winner"], tuned["published"]
-    requests = f"{tuned['search_requests']} to search, {tuned['test_requests']} to race"
-    if tuned["confirm_requests"]:
-        requests += f", {tuned['confirm_requests']} to confirm"
+    parts = {"search": "search_requests", "race": "test_requests", "confirm": "confirm_requests"}
     facts = {
         "policy": f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}",
         "published": f"version {published['version']}" if published else "nothing",
-        "requests": requests,
+        "requests": ", ".join(f"{tuned[key]} to {part}" for part, key in parts.items()),
         **about,
         "study": f"{study.id}, {study.created_at:%Y-%m-%d %H:%M} UTC",
         "recording": study.recording_id,
@@ -113,11 +104,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
     saved = savings(tuned, str(about["device"]), gpus=gpus, price=price, load=load)
     command, purpose = deploy_command(report)
     html = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_shown
     )
     return html.get_template("page.html").render(
         title=headline(tuned),
@@ -141,7 +128,10 @@ def _shown(value: Any) -> Any:
 def deploy_command(report: TuningReport) -> tuple[str, str]:
     """The command that uses or publishes the winner, and what it does, or why there is none; empty
     where nothing is to be deployed."""
-    tuned, deployment = report.tuned, report.evidence["about"].get("deployment", "default")
+    tuned, deployment = (
+        report.evidence["tuned"],
+        report.evidence["about"].get("deployment", "default"),
+    )
     if not deploys(tuned):
         return "", ""
     if reason := blocked(tuned):
@@ -165,7 +155,7 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
 
 def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     """The page's parts: a heading, and its panels."""
-    tuned, evidence, document = report.tuned, report.evidence, report.study.document
+    tuned, evidence, document = report.evidence["tuned"], report.evidence, report.study.document
     series = series_of(tuned)
     executed = executed_table(tuned)
     title = f"{len(executed.rows)} policies were executed"
@@ -179,19 +169,17 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     )
     yield "Requests", [_categories(evidence["categories"], series), latency]
     drafts = [_positions(report.acceptance)] if report.acceptance else []
-    if drafts := [*drafts, *_rounds(evidence["rounds"], series)]:
+    if drafts := [*drafts, *_rounds(evidence["rounds"], next(iter(series.values())))]:
         yield "Drafts", drafts
     reasons = {"a draft for each prompt": document.get("by_prompt"), **document.get("left_out", {})}
     items = [f"{part}: {why}" for part, why in reasons.items() if why] or ["nothing"]
-    yield (
-        "What was tried",
-        [_tried(report), Panel("left-out", "What was left out, and why", items=items)],
-    )
+    left_out = Panel("left-out", "What was left out, and why", items=items)
+    yield "What was tried", [_tried(report), left_out]
 
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     """Predictions, and how the race ended."""
-    tuned, names = report.tuned, names_of(report.tuned)
+    tuned, names = report.evidence["tuned"], names_of(report.evidence["tuned"])
     candidates = {c["id"]: c for c in tuned["candidates"]}.values()
     predicted = [c for c in candidates if c["predicted_tokens_per_s"] is not None]
     if predicted:
@@ -203,11 +191,9 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
             charts.prediction(sorted(predicted, key=lambda c: c["id"] not in series), series),
         )
     race = sorted(candidates, key=lambda c: -c["ratio_to_leader"])
-    dropped = " (dropped after {} requests)"
     lines = [
         (
-            series.get(c["id"], names[c["id"]])
-            + dropped.format(c["executed_requests"]) * (not c["left_in_race"]),
+            series.get(c["id"], names[c["id"]]) + " (dropped)" * (not c["left_in_race"]),
             [(c["id"], c["ratio_to_leader"], *c["ratio_to_leader_interval"])],
         )
         for c in race
@@ -236,20 +222,18 @@ def _categories(speeds: Json, series: Mapping[str, str]) -> Panel:
     )
 
 
-def _rounds(drawn: Json, series: Mapping[str, str]) -> Iterator[Panel]:
-    """One request round by round, of each policy that drafted."""
-    for policy, name in series.items():
-        rounds = drawn["rounds"].get(policy, [])
-        if not any(drafted for drafted, _, _ in rounds):
-            continue
+def _rounds(drawn: Json, name: str) -> Iterator[Panel]:
+    """One request round by round, where the policy of this name drafted."""
+    rounds = drawn["rounds"]
+    if any(drafted for drafted, _, _ in rounds):
         drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
         yield Panel(
-            f"rounds-{policy}",
+            "rounds",
             f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
             f"{len(rounds)} rounds",
             f"Request {drawn['request']}, its first {ROUNDS_DRAWN} rounds; the beginning of its "
-            f"text: {''.join(drawn['text'])[:TEXT_SHOWN]}",
-            charts.rounds(f"rounds-{policy}", rounds[:ROUNDS_DRAWN]),
+            f"text: {drawn['text'][:TEXT_SHOWN]}",
+            charts.rounds(rounds[:ROUNDS_DRAWN]),
         )
 
 
@@ -265,28 +249,24 @@ def _positions(acceptance: Mapping[str, Sequence[float]]) -> Panel:
 
 
 def family(document: Json) -> str:
-    """What a policy drafts with, and how, e.g. ``small: EAGLE-2 trees, fixed shortlist``."""
-    if (draft := document.get("draft", "none")) == "none":
-        return "no draft"
-    growth = document.get("growth", {}).get("kind", "chain")
-    parts = [TREES.get(growth, "chains" if growth == "chain" else growth)]
-    parts += ["entropy bins"] * bool(document.get("stratify"))
-    if (shortlist := document.get("shortlist", {}).get("kind", "full")) != "full":
-        parts.append(f"{shortlist} shortlist")
-    return f"{draft}: {', '.join(parts)}"
+    """What a policy drafts with, and how, e.g. ``small: EAGLE-2 trees``."""
+    draft, growth = document.get("draft"), document.get("growth", {}).get("kind", "chain")
+    kind = "chains" if growth == "chain" else TREES.get(growth, growth)
+    bins = ", entropy bins" * bool(document.get("stratify"))
+    return "no draft" if draft == "none" else f"{draft}: {kind}{bins}"
 
 
 def _tried(report: TuningReport) -> Panel:
     speeds: dict[str, list[float]] = {}
     for trial in report.study.trials:
         speeds.setdefault(family(trial["policy"]), []).append(trial["value"] or 0.0)
-    executed = {c["id"]: family(c["policy"]) for c in report.tuned["candidates"]}
+    executed = {c["id"]: family(c["policy"]) for c in report.evidence["tuned"]["candidates"]}
     names = sorted(speeds, key=lambda name: -max(speeds[name]))
     rows = [
         (name, len(speeds[name]), f"{max(speeds[name]):.1f}", [*executed.values()].count(name))
         for name in names
     ]
-    winner = executed[report.tuned["winner"]["id"]]
+    winner = executed[report.evidence["tuned"]["winner"]["id"]]
     columns = ("family", "policies", "best predicted tokens/s", "executed")
     table = Table(columns, rows, winner=names.index(winner) if winner in names else None)
     title = f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed"

@@ -10,8 +10,7 @@ from typing import Any, Final
 from spectune.traces.schema import Sampling
 
 Json = Mapping[str, Any]
-WIDTH = 78
-"""Characters of a line of text on a terminal of 80."""
+TERMINAL_WIDTH = 78
 LATENCIES = {
     "time_to_first_token_s": "time to first token",
     "time_per_output_token_s": "time per output token",
@@ -97,7 +96,8 @@ def series_of(tuned: Json) -> dict[str, str]:
     """What charts and tables call the winner, the incumbent and autoregression, by policy id, each
     once, the winner first."""
     names, roles = names_of(tuned), {"winner": tuned["winner"]["id"]}
-    roles |= {role: tuned["baselines"][role]["id"] for role in ("incumbent", "autoregressive")}
+    for role in ("incumbent", "autoregressive"):
+        roles[role] = tuned["baselines"][role]["id"]
     series = {}
     for policy in dict.fromkeys(roles.values()):
         shared = ", ".join(role for role, policy_id in roles.items() if policy_id == policy)
@@ -208,12 +208,6 @@ def outcome(tuned: Json) -> list[str]:
             f"{interval(ends, level)}"
         )
         sentences.append(sentence + (f": {w}." if (w := confirmed.get("against")) else "."))
-    elif others := [c for c in tuned["candidates"] if c["id"] != winner]:
-        best = max(others, key=lambda c: c["ratio_to_incumbent"])
-        sentences.append(
-            f"The best of the others, {names[best['id']]}, was {best['ratio_to_incumbent']:.2f} "
-            f"times as fast in the race{interval(best['ratio_interval'])}."
-        )
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
@@ -245,23 +239,22 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
     winner = tuned["winner"]
     name = f"{names_of(tuned)[winner['id']]} ({policy_in_words(winner['policy'])})"
     if published := tuned["published"]:
-        first = (
-            f"Published {where}, as version {published['version']}: {name}. `policies "
-            "deployments` shows which decoders use it."
-        )
+        first = f"Published {where}, as version {published['version']}: {name}."
     elif deploys(tuned):
         why = f": {reason}" if (reason := blocked(tuned)) else ""
         first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
         first = f"Nothing changes {where}: {name}."
-    text = textwrap.fill(
-        " ".join([first, *outcome(tuned)]), WIDTH, break_long_words=False, break_on_hyphens=False
+    lines = ["", _filled(" ".join([first, *outcome(tuned)])), ""]
+    for command, purpose in commands:
+        lines += [_filled(f"# {purpose}", subsequent_indent="# "), command]
+    return "\n".join(lines)
+
+
+def _filled(text: str, **more: Any) -> str:
+    return textwrap.fill(
+        text, TERMINAL_WIDTH, break_long_words=False, break_on_hyphens=False, **more
     )
-    lines = [
-        textwrap.fill(f"# {purpose}", WIDTH, subsequent_indent="# ") + f"\n{command}"
-        for command, purpose in commands
-    ]
-    return "\n".join(["", text, "", *lines])
 
 
 def savings(
