@@ -160,7 +160,7 @@ TIED = (WINNER, AHEAD, PLAIN, replace(PLAIN, role="incumbent"))
 SIMPLER = "small fixed(gamma=8) was 1.0% ahead in the race, within noise: of equals the simpler "
 PUBLISHED = {"published": {"version": 3}}
 DEPLOY = "Deploy this: small fixed(gamma=4), 1.50 times as fast as decoding without a draft"
-KEEP = "Keep small fixed(gamma=8): no policy was faster beyond noise"
+KEEP = "Keep small fixed(gamma=8): no faster policy was confirmed"
 RUN = "run --policy active --pair demo --deployment 'a b'"
 ACTIVATE = f"policies activate {FAST.id} --pair demo --deployment 'a b'"
 
@@ -175,7 +175,7 @@ ACTIVATE = f"policies activate {FAST.id} --pair demo --deployment 'a b'"
         (tuned(WINNER, PLAIN, *TIED, confirmed=CONFIRMED), {}, DEPLOY, SIMPLER, ACTIVATE),
         (results(SLOWER, SLOWER), {}, KEEP, "Nothing changes here: small fixed(gamma=8)", None),
         (SLIGHT, {}, KEEP, "(99% interval 0.97 to 1.07): the gain is not beyond noise.", None),
-        (results(PLAIN, PLAIN), {}, "Decode without a draft: no policy", "Nothing changes", None),
+        (results(PLAIN, PLAIN), {}, "Decode without a draft: no faster", "Nothing changes", None),
     ],
 )
 def test_the_page_and_the_last_lines_say_what_to_deploy(

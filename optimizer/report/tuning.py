@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -37,8 +37,7 @@ from spectune.traces.store.query import TraceFilter, acceptance
 from spectune.traces.tables import Study
 from spectune.traces.text import one_line
 
-ROUNDS_DRAWN: Final = 24
-TEXT_SHOWN: Final = 200
+ROUNDS_DRAWN, CHARACTERS_SHOWN = 24, 200
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,8 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     tuned, evidence, document = report.evidence["tuned"], report.evidence, report.study.document
     series = series_of(tuned)
     executed = executed_table(tuned)
-    title = f"{len(executed.rows)} policies were executed"
-    table = Panel("executed", title, table=executed, wide=True)
-    yield "Speed", [*_speeds(report, series), table]
+    count = f"{len(executed.rows)} policies were executed"
+    yield "Speed", [*_speeds(report, series), Panel("executed", count, table=executed, wide=True)]
     latency = Panel(
         "latency",
         "Latency",
@@ -232,7 +230,7 @@ def _rounds(drawn: Json, name: str) -> Iterator[Panel]:
             f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
             f"{len(rounds)} rounds",
             f"Request {drawn['request']}, its first {ROUNDS_DRAWN} rounds; the beginning of its "
-            f"text: {drawn['text'][:TEXT_SHOWN]}",
+            f"text: {drawn['text'][:CHARACTERS_SHOWN]}",
             charts.rounds(rounds[:ROUNDS_DRAWN]),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -183,16 +183,16 @@ def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2)
 
 def headline(tuned: Json) -> str:
     """What to deploy and how much faster it is, or what to keep."""
-    name, winner = names_of(tuned)[tuned["winner"]["id"]], tuned["winner"]["policy"]
+    name, incumbent = names_of(tuned)[tuned["winner"]["id"]], tuned["baselines"]["incumbent"]
+    drafts = speculates(incumbent["policy"])
     if deploys(tuned):
-        against = "the incumbent"
-        if not speculates(tuned["baselines"]["incumbent"]["policy"]):
-            against = "decoding without a draft"
-        ratio = tuned["ratio_to_incumbent"][0]
-        return f"Deploy this: {name}, {ratio:.2f} times as fast as {against}"
-    if not speculates(winner):
-        return "Decode without a draft: no policy was faster beyond noise"
-    return f"Keep {name}: no policy was faster beyond noise"
+        against = "the incumbent" if drafts else "decoding without a draft"
+        return (
+            f"Deploy this: {name}, {tuned['ratio_to_incumbent'][0]:.2f} times as fast as {against}"
+        )
+    return (
+        f"{f'Keep {name}' if drafts else 'Decode without a draft'}: no faster policy was confirmed"
+    )
 
 
 def outcome(tuned: Json) -> list[str]:
@@ -207,7 +207,7 @@ def outcome(tuned: Json) -> list[str]:
             f"{ratio:.2f} times as fast as {names[tuned['baselines']['incumbent']['id']]}"
             f"{interval(ends, level)}"
         )
-        sentences.append(sentence + (f": {w}." if (w := confirmed.get("against")) else "."))
+        sentences.append(f"{sentence}: {why}." if (why := confirmed["against"]) else f"{sentence}.")
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
@@ -265,18 +265,14 @@ def savings(
     devices, and at a ``price`` an hour money. Empty where nothing is to be deployed."""
     if not deploys(tuned):
         return []
-    level: float = tuned["confirmed"]["level"]
-    million_h: float = 1e6 / 3600 / max(1e-9, tuned["measured"]["tokens_per_s"])
+    level, ratios = tuned["confirmed"]["level"], tuned["ratio_to_incumbent"]
+    million_h = 1e6 / 3600 / max(1e-9, tuned["measured"]["tokens_per_s"])
+    per_million = [million_h * (ratio - 1) for ratio in ratios]
+    per_day = [24 * gpus * (1 - 1 / ratio) for ratio in ratios]
 
-    def amount(hours: Callable[[float], float], digits: int, price: float = 1.0) -> str:
-        ratio, *ends = (price * hours(ratio) for ratio in tuned["ratio_to_incumbent"])
-        return f"{ratio:.{digits}f}{interval(ends, level, digits)}"
-
-    def per_million(ratio: float) -> float:
-        return million_h * (ratio - 1)
-
-    def per_day(ratio: float) -> float:
-        return 24 * gpus * (1 - 1 / ratio)
+    def amount(values: Sequence[float], digits: int, price: float = 1.0) -> str:
+        value, *ends = (price * v for v in values)
+        return f"{value:.{digits}f}{interval(ends, level, digits)}"
 
     hours = "GPU hours" if device.startswith("cuda") else "machine hours"
     under = f"under {load}" if load else "when decoding one request at a time"
