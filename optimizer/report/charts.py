@@ -33,6 +33,7 @@ SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e9ecf0",
     "legend.frameon": False,
     "lines.markersize": 5.0,
@@ -78,7 +79,8 @@ def _mark(axes: Axes, mark: Mark, y: float, series: Series) -> None:
     colour = COLOURS[[*series].index(policy)] if policy in series else GREY
     if low is not None and high is not None:
         axes.plot((low, high), (y, y), color=colour, lw=1.5)
-    axes.plot([value], [y], "o", color=colour, label=label)
+    on_top = 4 if policy == next(iter(series)) else 3
+    axes.plot([value], [y], "o", color=colour, label=label, zorder=on_top)
 
 
 def prediction(candidates: Sequence[Json], series: Series) -> str:
@@ -108,9 +110,9 @@ def rows(
     heights = [1.4 + 0.4 * label.count("\n") for label in labels]
 
     def draw(axes: Axes) -> None:
-        y, left = 0.0, axes.get_yaxis_transform()
+        y, edge = 0.0, axes.get_yaxis_transform()
         for label, height, (_, marks) in zip(labels, heights, labelled, strict=True):
-            axes.text(0, y, label, transform=left, va="top", fontsize=8)
+            axes.text(0, y, label, transform=edge, va="top", fontsize=8)
             y += height
             for mark in marks:
                 _mark(axes, mark, y - 0.4, series)
@@ -123,15 +125,15 @@ def rounds(counts: Sequence[tuple[int, int, int]]) -> str:
     """A bar per round of ``(drafted, accepted, emitted)`` tokens."""
 
     def draw(axes: Axes) -> None:
-        left = [0] * len(counts)
+        starts = [0] * len(counts)
         for label, color, tokens in (
             ("accepted", COLOURS[2], [accepted for _, accepted, _ in counts]),
             ("the target's own", COLOURS[1], [emitted - a for _, a, emitted in counts]),
             ("rejected", PALE, [drafted - a for drafted, a, _ in counts]),
         ):
             numbers = range(1, len(counts) + 1)
-            axes.barh(numbers, tokens, 0.75, left, color=color, label=label, ec="w", lw=0.5)
-            left = [a + b for a, b in zip(left, tokens, strict=True)]
+            axes.barh(numbers, tokens, 0.75, starts, color=color, label=label, ec="w", lw=0.5)
+            starts = [a + b for a, b in zip(starts, tokens, strict=True)]
         axes.set(ylim=(len(counts) + 0.6, 0.4))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))

@@ -222,16 +222,16 @@ def _categories(speeds: Json, series: Mapping[str, str]) -> Panel:
 
 def _rounds(drawn: Json, name: str) -> Iterator[Panel]:
     """One request round by round, where the policy of this name drafted."""
-    rounds = drawn["rounds"]
+    rounds, drawn_rounds = drawn["rounds"], drawn["rounds"][:ROUNDS_DRAWN]
     if any(drafted for drafted, _, _ in rounds):
         drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
         yield Panel(
             "rounds",
             f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
             f"{len(rounds)} rounds",
-            f"Request {drawn['request']}, its first {ROUNDS_DRAWN} rounds; the beginning of its "
-            f"text: {drawn['text'][:CHARACTERS_SHOWN]}",
-            charts.rounds(rounds[:ROUNDS_DRAWN]),
+            f"Request {drawn['request']}, its first {len(drawn_rounds)} rounds; its text "
+            f"begins: {drawn['text'][:CHARACTERS_SHOWN]}",
+            charts.rounds(drawn_rounds),
         )
 
 
