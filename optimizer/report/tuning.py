@@ -24,12 +24,12 @@ from spectune.optimizer.report.words import (
     executed_table,
     headline,
     latency_table,
-    names_of,
     outcome,
     policy_in_words,
     prediction_in_words,
     savings,
     series_of,
+    titles_of,
 )
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.store import TraceStore
@@ -177,7 +177,7 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     """Predictions, and how the race ended."""
-    tuned, names = report.evidence["tuned"], names_of(report.evidence["tuned"])
+    tuned, titles = report.evidence["tuned"], titles_of(report.evidence["tuned"])
     candidates = {c["id"]: c for c in tuned["candidates"]}.values()
     predicted = [c for c in candidates if c["predicted_tokens_per_s"] is not None]
     if predicted:
@@ -191,7 +191,7 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     race = sorted(candidates, key=lambda c: -c["ratio_to_leader"])
     lines = [
         (
-            series.get(c["id"], names[c["id"]]) + " (dropped)" * (not c["left_in_race"]),
+            titles[c["id"]] + " (dropped)" * (not c["left_in_race"]),
             [(c["id"], c["ratio_to_leader"], *c["ratio_to_leader_interval"])],
         )
         for c in race

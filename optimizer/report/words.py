@@ -92,17 +92,23 @@ def names_of(tuned: Json) -> dict[str, str]:
     return {i: label + f" [{i[:6]}]" * (label in shared) for i, label in labels.items()}
 
 
+def titles_of(tuned: Json) -> dict[str, str]:
+    """What tables and charts call each executed policy, by its id: its roles but for ``finalist``,
+    and its name, e.g. ``winner: small fixed(gamma=4)``."""
+    titles = {}
+    for policy, name in names_of(tuned).items():
+        roles = ["winner"] * (policy == tuned["winner"]["id"])
+        roles += [c["role"] for c in tuned["candidates"] if c["id"] == policy]
+        text = ", ".join(role for role in roles if not role.startswith("finalist"))
+        titles[policy] = text if name in roles else f"{text}: {name}" if text else name
+    return titles
+
+
 def series_of(tuned: Json) -> dict[str, str]:
-    """What charts and tables call the winner, the incumbent and autoregression, by policy id, each
-    once, the winner first."""
-    names, roles = names_of(tuned), {"winner": tuned["winner"]["id"]}
-    for role in ("incumbent", "autoregressive"):
-        roles[role] = tuned["baselines"][role]["id"]
-    series = {}
-    for policy in dict.fromkeys(roles.values()):
-        shared = ", ".join(role for role, policy_id in roles.items() if policy_id == policy)
-        series[policy] = shared if names[policy] in roles else f"{shared}: {names[policy]}"
-    return series
+    """The titles of winner, incumbent and autoregression, each once, the winner first."""
+    titles, baselines = titles_of(tuned), tuned["baselines"]
+    shown = (tuned["winner"], baselines["incumbent"], baselines["autoregressive"])
+    return {policy["id"]: titles[policy["id"]] for policy in shown}
 
 
 def latency_table(tuned: Json) -> Table:
@@ -134,13 +140,11 @@ class Table:
 def executed_table(tuned: Json) -> Table:
     """The policies that a tuning executed, fastest first by what tells policies apart that were not
     executed on the same requests: the speed over the race's leader, projected to the workload."""
-    names, winner = names_of(tuned), tuned["winner"]["id"]
+    titles = titles_of(tuned)
     candidates = {c["id"]: c for c in tuned["candidates"]}
     ordered = sorted(candidates.values(), key=lambda c: -c["ratio_to_leader"])
     rows = []
     for c in ordered:
-        roles = ["winner"] * (c["id"] == winner)
-        roles += [other["role"] for other in tuned["candidates"] if other["id"] == c["id"]]
         predicted, measured = c["predicted_tokens_per_s"], c["measured_tokens_per_s"]
         error = "-"
         if predicted and measured:
@@ -150,22 +154,19 @@ def executed_table(tuned: Json) -> Table:
         ends = "" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"
         rows.append(
             (
-                ", ".join(roles),
-                names[c["id"]],
+                titles[c["id"]],
                 f"{c['mean_accepted_length']:.2f}",
                 "-" if predicted is None else f"{predicted:.1f}",
                 f"{measured:.1f}",
                 error,
                 f"{c['executed_requests']} of {tuned['test_requests']}",
                 f"{c['ratio_to_incumbent']:.3f}",
-                f"{c['ratio_to_autoregressive']:.3f}",
                 f"{c['ratio_to_leader']:.3f}{ends}",
             )
         )
-    columns = ("role", "policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
-    ratios = ("on requests", "vs incumbent", "vs autoregressive", "vs leader (95%)")
-    place = [c["id"] for c in ordered].index(winner)
-    return Table((*columns, *ratios), rows, words=2, winner=place)
+    columns = ("policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
+    place = [c["id"] for c in ordered].index(tuned["winner"]["id"])
+    return Table((*columns, "requests", "vs incumbent", "vs leader (95%)"), rows, winner=place)
 
 
 def blocked(tuned: Json) -> str:
