@@ -21,6 +21,7 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.session import Sessions
+from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import (
     Counts,
     Outcome,
@@ -296,15 +297,17 @@ class Executor:
             *eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how)
         )
 
+    def outcome(self, policy_id: str, costs: FloatArray) -> Outcome:
+        """What a policy did; a request's seconds are the median of its executions."""
+        rows = []
+        for n, ran in sorted(self._ran[policy_id].items()):
+            item, _ = self.encoded.items[n]
+            counts = replace(ran[0][0], seconds=float(np.nanmedian(costs[n])))
+            first_s = float(np.median([first for _, first in ran]))
+            rows.append(RequestOutcome(item.id, item.category, counts, first_s))
+        return Outcome(self.policies[policy_id].label(), "executed", tuple(rows))
+
     def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
-        """What was executed; a request's seconds are the median of its executions."""
-        outcomes = {}
-        for name, policy in self.policies.items():
-            rows = []
-            for n, ran in sorted(self._ran[name].items()):
-                item, _ = self.encoded.items[n]
-                counts = replace(ran[0][0], seconds=float(np.nanmedian(timings.seconds[name][n])))
-                first_s = float(np.median([first for _, first in ran]))
-                rows.append(RequestOutcome(item.id, item.category, counts, first_s))
-            outcomes[name] = Outcome(policy.label(), "executed", tuple(rows))
+        """What was executed."""
+        outcomes = {p: self.outcome(p, timings.seconds[p]) for p in self.policies}
         return Comparison(outcomes, self.texts, timings, tuple(survivors))

@@ -1,0 +1,70 @@
+"""The native decoder as a bench: a unit is a request, and costs its seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from spectune.optimizer.bench import PartName, Prediction
+from spectune.optimizer.execute import Executor, encode_recorded
+from spectune.optimizer.parts import Parts
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.artifacts import Artifacts
+from spectune.runtime.policies.document import Policy
+from spectune.traces.tables import LatencyProfile
+
+
+class NativeBench:
+    """Replays policies on the parts of a recorded trace, and decodes its requests again under
+    them."""
+
+    by_size = True
+    block = 4
+    unit = "requests"
+
+    def __init__(
+        self,
+        pair: LoadedPair,
+        trace: ReplayTrace,
+        parts: Parts,
+        profile: LatencyProfile,
+        artifacts: Artifacts | None = None,
+        *,
+        spread: float = 0.02,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.pair, self.trace, self.parts = pair, trace, parts
+        self.profile, self.artifacts, self.spread, self._clock = profile, artifacts, spread, clock
+
+    @cached_property
+    def _traces(self) -> dict[str, ReplayTrace]:
+        return {name: self.trace.select(part) for name, part in self.parts._asdict().items()}
+
+    def units(self, part: PartName) -> int:
+        return len(getattr(self.parts, part))
+
+    def predict(self, policy: Policy, part: PartName) -> Prediction:
+        """``result`` is the :class:`optimizer.simulate.replay_trace.Replay`."""
+        replay = run_replay(
+            self._traces[part], policy, self.profile, artifacts=self.artifacts, approximate=True
+        )
+        return Prediction(replay.seconds, replay.total.tokens_per_s, replay)
+
+    @contextmanager
+    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[Executor]:
+        texts = [self.trace.trajectories[i] for i in getattr(self.parts, part)]
+        yield Executor(
+            self.pair,
+            policies,
+            encode_recorded(self.pair, texts),
+            profile=self.profile,
+            artifacts=self.artifacts,
+            clock=self._clock,
+        )
+
+    def group(self, policy: Policy) -> str:
+        return policy.id
