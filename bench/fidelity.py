@@ -25,8 +25,9 @@ from lab import (
 )
 from scipy.stats import kendalltau
 
-from spectune.optimizer.execute import Comparison, DecodeOptions
-from spectune.optimizer.profiles import common_factor, expected_seconds
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.profiles import common_factor
+from spectune.optimizer.race import Comparison
 from spectune.optimizer.report.words import prediction_in_words
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -68,7 +69,13 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     second = compare(lab.pair, every, lab.encoded(limit), passes=PASSES, **how)
     both = seconds_of(first, second)
     means = {p: ((one + other) / 2)[:, None] for p, (one, other) in both.items()}
-    expected = [expected_seconds(part, every, profile, lab.find) for profile in profiles]
+    expected = [
+        {
+            p.id: run_replay(part, p, profile, artifacts=lab.find, approximate=True).seconds
+            for p in every
+        }
+        for profile in profiles
+    ]
     factors = [common_factor(Timings(means, seconds)) for seconds in expected]
     rows = []
     for kind, found in policies.items():

@@ -29,11 +29,12 @@ from synthetic import flat_profile, with_heads
 from spectune.db.database import open_database
 from spectune.engines.protocol import Load, Prompt, Running
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.execute import Comparison, DecodeOptions, Encoded, Executor, encode, run
+from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.race import Comparison
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -461,4 +462,5 @@ def compare(
                 seconds[p][n, k] = executor(p, n)
         said = f"{len(seconds)} policies on {len(encoded.items)} requests"
         say(f"pass {k + 1} of {passes}: {said}")
-    return executor.comparison(Timings(seconds), list(seconds))
+    outcomes = {p: executor.outcome(p, costs) for p, costs in seconds.items()}
+    return Comparison(outcomes, executor.texts, Timings(seconds), tuple(seconds))

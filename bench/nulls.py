@@ -22,8 +22,9 @@ import numpy as np
 from lab import chain, demo, requests, run_parts, say
 
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
-from spectune.optimizer.execute import DecodeOptions, Executor, eliminate, encode
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.parts import mixed, split
+from spectune.optimizer.race import PASSES, eliminate
 from spectune.optimizer.timings import Expected, Timings
 from spectune.optimizer.tune import TuneOptions
 from spectune.optimizer.verdict import fastest_of
@@ -33,7 +34,7 @@ from spectune.traces.schema import Sampling
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
 """Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its
 prediction; and of the pace."""
-BUDGET_S, PASSES = TuneOptions.budget_s, TuneOptions.passes
+BUDGET_S = TuneOptions.budget_s
 
 
 class Machine:
@@ -91,10 +92,16 @@ def decided(
     if winner == names[0]:
         return None, timings
     both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
-    used, passes = planned(len(held), both_s, left_s(budget_s, clock() - began), PASSES)
-    how = {"requests": used, "passes": passes}
-    found = confirm(winner, names[0], lambda name, n: execute(name, held[n]), **how)
-    return found, timings
+    remaining_s = left_s(budget_s, clock() - began)
+    confirmed = confirm(
+        winner,
+        names[0],
+        lambda name, n: execute(name, held[n]),
+        units=len(held),
+        executions=planned(len(held), both_s, remaining_s, PASSES),
+        expected={name: np.asarray(of)[held] for name, of in (predicted or {}).items()},
+    )
+    return confirmed, timings
 
 
 def tuned(
@@ -116,7 +123,7 @@ def tuned(
         lambda: machine.now,
         BUDGET_S,
         {name: machine.predicted[n] for name, n in number.items()},
-        whole=[policies[0].id],
+        baselines=[policies[0].id],
     )[0]
 
 

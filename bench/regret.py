@@ -7,8 +7,10 @@ from typing import Any
 
 from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 
-from spectune.optimizer.execute import DecodeOptions, Executor, encode
-from spectune.optimizer.profiles import expected_seconds
+from spectune.optimizer.bench.native import NativeBench
+from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.optimizer.parts import Parts
+from spectune.optimizer.race import race
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.timings import finite
 from spectune.optimizer.tune import TuneOptions, tune
@@ -72,12 +74,17 @@ def _against_fixed(
     exhaustive = [AUTOREGRESSIVE, *(chain(draft, g) for draft in drafts for g in sizes)]
     policies = {p.id: p for p in [winner, *exhaustive]}
     profile = store.get_profile(tuned.profile)
-    encoded = encode(pair, requests(12, category=category), options)
     trace = open_trace(store, tuned.recording, drafts=pair.draft_names).trace
-    expected = expected_seconds(trace.select(range(len(encoded.items))), policies.values(), profile)
-    executor = Executor(pair, policies.values(), encoded, profile=profile)
-    budget_s = 2.0 if quick else 25.0
-    compared = executor.race(whole=[winner.id], expected=expected, passes=3, budget_s=budget_s)
+    bench = NativeBench(pair, trace, Parts([], list(range(12)), []), profile)
+    compared = race(
+        bench,
+        list(policies.values()),
+        {p.id: bench.predict(p, "race") for p in policies.values()},
+        baselines=[winner.id],
+        passes=3,
+        budget_s=2.0 if quick else 25.0,
+    )
+    encoded = encode(pair, requests(12, category=category), options)
     fixed, timings = [p.id for p in exhaustive], compared.timings
     left = [p for p in fixed if p in compared.survivors] or [timings.leader(fixed)]
     best = policies[max(left, key=lambda p: timings.ratio(p, winner.id, projected=True)[0])]

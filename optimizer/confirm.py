@@ -2,11 +2,10 @@
 nor race has used.
 
 A race's interval of the best of many, on the requests that chose it, promises more than there is
-(the winner's curse). What a tuning publishes and reports is this module's one estimate: the
-incumbent's seconds over the winner's, summed over requests that were held out, as total tokens/s is
-what a deployment gains; a request counts with the median of its executions, which one stall does
-not move. The number of executions is settled before the first, so nobody looks and stops where it
-pleases.
+(the winner's curse). What a tuning publishes and reports is this module's one estimate: the ratio
+of both policies' total costs, of which requests that were held out are a sample
+(:meth:`optimizer.timings.Timings.estimate`). The number of executions is settled before the first,
+so nobody looks and stops where it pleases.
 """
 
 from __future__ import annotations
@@ -18,37 +17,68 @@ from itertools import count, cycle, islice
 from typing import Any, Final
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.parts import SPLIT, Parts, split
-from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.timings import Expected, Timings, finite
 from spectune.traces.errors import TraceError
 
-LEVEL: Final = 0.99
-"""Two-sided level of the interval: its lower end is above the truth in one of 200 confirmations,
-and in fewer than one of 100 where requests are few and noise has heavy tails (`bench/nulls.py`)."""
+LEVEL: Final = 0.985
+"""Two-sided level of the interval: its lower end is above the truth in 0.75% of confirmations; the
+rest of 1% is for noise with heavy tails on few requests (`bench/nulls.py`)."""
 FLOOR: Final = 1.01
 """A ratio below is not worth a publication."""
 LEAST: Final = 5
-"""Requests to confirm on without which nothing is published."""
-RACE_SHARE: Final = 2 / 3
+"""Units to confirm on without which nothing is published."""
+RACE_SHARE: Final = 1 / 2
 """Part of the time for executions that the race may use; the confirmation has the rest."""
-SPREAD: Final = 0.1
-"""Standard deviation over requests that is assumed of the logarithm of two close policies' ratio.
-"""
-POWER: Final = 0.8
-"""Chance with which a gain is to be seen where a number of requests is told."""
+GAIN: Final = 0.05
+"""The gain whose chance of being published is told."""
+CHANCE: Final = 0.3
+"""The chance below which it is told what would give as much."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviations of the logarithm of two policies' ratio: over ``requests``, as they
+    differ in what suits them, and of one execution of both, ``noise``. Those assumed while nothing
+    is measured are of close policies on two CPU cores."""
+
+    requests: float = 0.08
+    noise: float = 0.15
+
+    def chance(self, requests: int, executions: int, gain: float = GAIN) -> float:
+        """The chance that a true gain is published after so many executions of both on so many
+        requests (Student's t, noncentral)."""
+        if requests < LEAST:
+            return 0.0
+        error = math.hypot(
+            self.requests / math.sqrt(requests), self.noise / math.sqrt(max(requests, executions))
+        )
+        freedom = requests - 1
+        least = stdtrit(freedom, (1 + LEVEL) / 2)
+        return 1.0 - float(nctdtr(freedom, math.log1p(gain) / max(error, 1e-6), least))
+
+    def requests_for(self, chance: float) -> int:
+        """The number of requests, executed once, that give a gain such a chance."""
+        least = LEAST
+        while self.chance(least, least) < chance:
+            least = math.ceil(least * 1.05)
+        return least
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out, each executed
-    ``passes`` times by both, and its 99% interval over requests."""
+    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out (or other units
+    of a bench), executed at most ``passes`` times by both, and its interval. ``chance``: of a gain
+    of 5% to be published by so many executions, as was told before them; None: not told."""
 
     winner: str
     ratio: tuple[float, float, float]
     requests: int
     passes: int
+    unit: str = "requests"
+    chance: float | None = None
 
     @property
     def against(self) -> str:
@@ -56,7 +86,7 @@ class Confirmation:
         having."""
         value, low, _ = self.ratio
         if self.requests < LEAST:
-            return f"{self.requests} requests are too few, {LEAST} are needed"
+            return f"{self.requests} {self.unit} are too few, {LEAST} are needed"
         if low <= 1.0:
             return "the gain is not beyond noise"
         return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
@@ -64,8 +94,8 @@ class Confirmation:
     def __str__(self) -> str:
         value, low, high = self.ratio
         return (
-            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:.0f}% interval {low:.3f} to "
-            f"{high:.3f}) on {self.requests} requests held out for it"
+            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:g}% interval {low:.3f} to "
+            f"{high:.3f}) on {self.requests} {self.unit} held out for it"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -78,6 +108,7 @@ class Confirmation:
             "floor": FLOOR,
             "requests": self.requests,
             "passes": self.passes,
+            "chance_of_5_percent": self.chance,
             "holds": not self.against,
             "against": self.against,
         }
@@ -88,21 +119,28 @@ def confirm(
     incumbent: str,
     execute: Callable[[str, int], float],
     *,
-    requests: int,
-    passes: int,
+    units: int,
+    executions: int,
+    expected: Expected | None = None,
+    by_size: bool = True,
+    unit: str = "requests",
+    chance: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Confirmation:
-    """Executes both on each request (by number), ``passes`` times, who goes first alternating; the
-    winner begins, so that what a first execution costs speaks against it. ``execute`` returns
-    seconds."""
-    seconds = {p: np.full((requests, passes), np.nan) for p in (winner, incumbent)}
-    for k in range(passes):
-        for n in range(requests):
-            for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
-                seconds[p][n, k] = execute(p, n)
-            progress(k * requests + n + 1, requests * passes)
-    ratio = Timings(seconds).ratio(winner, incumbent, level=LEVEL)
-    return Confirmation(winner, ratio, requests, passes)
+    """Executes both so many times, on each of the units held out (by number) before any twice; who
+    goes first alternates. The winner begins, so that what a first execution costs speaks against
+    it. ``execute`` returns a cost."""
+    passes = max(1, math.ceil(executions / max(1, units)))
+    costs = {p: np.full((units, passes), np.nan) for p in (winner, incumbent)}
+    for turn in range(executions):
+        k, n = divmod(turn, units)
+        for p in (winner, incumbent) if (n + k) % 2 == 0 else (incumbent, winner):
+            costs[p][n, k] = execute(p, n)
+        progress(turn + 1, executions)
+    timings = Timings(costs, expected, by_size)
+    estimate = timings.estimate(winner, incumbent, projected=True, population=True)
+    used = min(units, executions)
+    return Confirmation(winner, estimate.interval(LEVEL), used, passes, unit, chance)
 
 
 def left_s(budget_s: float, raced_s: float) -> float:
@@ -110,37 +148,60 @@ def left_s(budget_s: float, raced_s: float) -> float:
     return budget_s - min(budget_s * RACE_SHARE, raced_s)
 
 
-def planned(requests: int, both_s: float, budget_s: float, most: int) -> tuple[int, int]:
-    """(requests, passes) to confirm with, of so many held out: as many as fit in ``budget_s`` where
-    both policies together take ``both_s`` a request, at least :data:`LEAST` once, all before any
-    twice, none more than ``most`` times."""
-    fit = int(budget_s / max(both_s, 1e-9))
-    used = min(requests, max(LEAST, fit))
-    return used, max(1, min(most, fit // max(1, used)))
+def planned(units: int, both_s: float, budget_s: float, passes: int) -> int:
+    """How often both policies are executed to confirm with so many units held out: as often as fits
+    in ``budget_s`` where both together take ``both_s`` a unit, on :data:`LEAST` of them at least,
+    on none more than ``passes`` times."""
+    return min(units * passes, max(min(units, LEAST), int(budget_s / max(both_s, 1e-9))))
 
 
-def least_gain(requests: int) -> float:
-    """The least true gain that a confirmation on so many requests sees with a chance of
-    :data:`POWER`; inf below 2."""
-    if requests < 2:
-        return math.inf
-    quantiles = stdtrit(requests - 1, (1 + LEVEL) / 2) + stdtrit(requests - 1, POWER)
-    return float(math.expm1(quantiles * SPREAD / math.sqrt(requests)))
+def spread_of(timings: Timings, winner: str, incumbent: str) -> Spread | None:
+    """The spread that a race measured of two policies; None where it executed both too seldom."""
+    alone = timings.estimate(winner, incumbent, projected=True)
+    sampled = timings.estimate(winner, incumbent, projected=True, population=True)
+    both = ~(np.isnan(timings.seconds[winner]) | np.isnan(timings.seconds[incumbent]))
+    units, executions = int(both.any(1).sum()), int(both.sum())
+    if units < LEAST:
+        return None
+    over_requests = math.sqrt(max(0.0, sampled.error**2 - alone.error**2) * len(both))
+    return Spread(over_requests, alone.error * math.sqrt(executions))
 
 
-def said_of(categories: Sequence[str], *, publish: bool, parts: Parts | None = None) -> str:
-    """What is to be said, before any work, of requests of these categories; empty where a gain of
-    5% will be seen. ``parts``: those of requests that a recording is left with.
+def power_in_words(
+    spread: Spread, units: int, executions: int, *, seconds: float = 0.0, budget_s: float = 0.0
+) -> str:
+    """A line on the chance that a gain of 5% is published by so many executions of both on units
+    held out, and where that is below :data:`CHANCE`, on what would give as much: more time, where
+    that is enough (they take ``seconds`` each, all that is executed ``budget_s``), or more
+    requests."""
+    used = min(units, executions)
+    chance = spread.chance(used, executions)
+    line = f"a gain of {100 * GAIN:.0f}% is published with a chance of {100 * chance:.0f}%"
+    if chance >= CHANCE:
+        return line
+    longer = (2**n * executions for n in range(1, 5))
+    enough = next((e for e in longer if spread.chance(min(units, e), e) >= CHANCE), None)
+    if enough is not None and seconds:
+        more = budget_s + (enough - executions) * seconds / (1 - RACE_SHARE)
+        return f"{line}; --budget {math.ceil(more / 10) * 10}s gives about {100 * CHANCE:.0f}%"
+    return f"{line}; about {_requests_for(spread)} requests give {100 * CHANCE:.0f}%"
+
+
+def _requests_for(spread: Spread) -> int:
+    """How many requests a workload needs for :data:`CHANCE` at :data:`GAIN`."""
+    return math.ceil(spread.requests_for(CHANCE) * len(SPLIT) / SPLIT.count("c"))
+
+
+def check_sample_size(
+    categories: Sequence[str], *, publish: bool, parts: Parts | None = None
+) -> str:
+    """A line on the power of a confirmation, before any work, of requests of these categories.
+    ``parts``: those of requests that a recording is left with.
 
     Raises TraceError where nothing could be raced, or, if something is to be published, confirmed.
     """
     parts = split(categories) if parts is None else parts
     total, held = len(categories), len(parts.confirm)
-    to_see = next(n for n in count(LEAST) if least_gain(n) <= 0.05)
-    for_5 = math.ceil(to_see * len(SPLIT) / SPLIT.count("c"))
-    needs = (
-        f"a gain of 5% takes about {for_5} requests (their ratios spreading by {100 * SPREAD:.0f}%)"
-    )
     least = LEAST if publish else 1
 
     def suffice(parts: Parts) -> bool:
@@ -149,7 +210,10 @@ def said_of(categories: Sequence[str], *, publish: bool, parts: Parts | None = N
     if not suffice(parts):
         more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
         enough = next(len(these) for these in more if suffice(split(these)))
-        give = f"give {enough} or more of these categories; {needs}"
+        give = (
+            f"give {enough} or more of these categories (about {_requests_for(Spread())} publish a "
+            f"gain of {100 * GAIN:.0f}% with a chance of {100 * CHANCE:.0f}%)"
+        )
         if not all(parts):
             raise TraceError(
                 f"too few requests to search, race and confirm on different ones: {total}; {give}"
@@ -158,7 +222,5 @@ def said_of(categories: Sequence[str], *, publish: bool, parts: Parts | None = N
             f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to "
             f"publish it: {give}; --no-publish shows what there is"
         )
-    if (seen := least_gain(held)) <= 0.05:
-        return ""
-    shown = f"gains below about {100 * seen:.0f}% will not be seen; " if math.isfinite(seen) else ""
-    return f"{held} of {total} requests are held out to confirm the winner; {shown}{needs}"
+    power = power_in_words(Spread(), held, held)
+    return f"{held} of {total} requests are held out to confirm the winner: {power}"

@@ -1,5 +1,5 @@
-"""Executing policies for real: one policy over a workload, or several interleaved so that they
-share the machine's moods."""
+"""Executing policies for real: one policy over a workload, or several on one request after the
+other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import Expected, Timings
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
@@ -160,76 +158,6 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     return Outcome(policy, "executed", tuple(rows))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Policies executed on the same requests in interleaved blocks, ``outcomes`` by policy id.
-    ``texts`` are the requests, of which those differ whose tokens were not equal in every
-    execution: none unless arithmetic is of low precision. ``timings`` has every execution,
-    ``survivors`` the policies that a race did not drop."""
-
-    outcomes: dict[str, Outcome]
-    texts: ComparedTexts
-    timings: Timings
-    survivors: tuple[str, ...]
-
-
-BLOCK = 4
-"""Requests between two looks at who is to be dropped."""
-DROP_LEVEL = 0.998
-"""Level of the interval that drops a policy: there are many looks at many policies."""
-NEGLIGIBLE = 0.005
-"""A race ends when nobody left can be faster than the leader by more than this, relative, in a 95%
-interval."""
-
-
-def eliminate(
-    policies: Sequence[str],
-    requests: int,
-    execute: Callable[[str, int], float],
-    *,
-    whole: Collection[str] = (),
-    expected: Expected | None = None,
-    passes: int = 8,
-    budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Timings, tuple[str, ...]]:
-    """Races policies, by id: passes over the requests, every policy on each in rotating order, the
-    clearly slower dropped.
-
-    ``execute`` decodes one request (by index) under one policy and returns its seconds. After every
-    ``BLOCK`` requests those are dropped whose 99.8% interval of the projected ratio to the leader
-    lies below 1; those in ``whole`` are executed to the end of the first pass all the same. It ends
-    after a pass that left one, or nobody who can be faster than the leader by ``NEGLIGIBLE``; after
-    ``passes``; or after ``budget_s`` (at least one request is executed). Returns the timings and
-    who was not dropped.
-    """
-    seconds = {p: np.full((requests, passes), np.nan) for p in policies}
-    timings = Timings(seconds, expected)
-    racing, began, turn = list(policies), clock(), 0
-    for k in range(passes):
-        for n in range(requests):
-            if turn and budget_s is not None and clock() - began > budget_s:
-                return timings, tuple(racing)
-            here = [p for p in policies if p in racing or (k == 0 and p in whole)]
-            for p in here[turn % len(here) :] + here[: turn % len(here)]:
-                seconds[p][n, k] = execute(p, n)
-            turn += 1
-            progress(turn, requests * passes)
-            if turn % BLOCK == 0 or n + 1 == requests:
-                leader = timings.leader(racing)
-                racing = [
-                    p
-                    for p in racing
-                    if p == leader
-                    or timings.ratio(p, leader, projected=True, level=DROP_LEVEL)[2] >= 1.0
-                ]
-        rest = [timings.ratio(p, leader, projected=True) for p in racing if p != leader]
-        if all(high <= 1.0 + NEGLIGIBLE for _, _, high in rest):
-            break
-    return timings, tuple(racing)
-
-
 class Executor:
     """Decodes one request (by number) of a workload under one policy (by id), and keeps what that
     did. Requests come in order, pass by pass: windows that learn carry what they learned from
@@ -262,17 +190,17 @@ class Executor:
         self._texts: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in encoded.items]
         self._dtype = str(pair.target.dtype).removeprefix("torch.")
 
-    def __call__(self, policy_id: str, n: int) -> float:
+    def __call__(self, policy_id: str, unit: int) -> float:
         """Its seconds."""
-        item, request = self.encoded.items[n]
+        item, request = self.encoded.items[unit]
         decoder = self._decoders[policy_id]
-        if n <= self._latest.get(policy_id, -1):
+        if unit <= self._latest.get(policy_id, -1):
             decoder.sessions = Sessions()
-        self._latest[policy_id] = n
+        self._latest[policy_id] = unit
         decoded = decoder.decode(request, item.category)
         steps, seconds = decoded.steps, decoded.seconds
-        self._texts[n].append((policy_id, tuple(decoded.trajectory.output_ids.tolist())))
-        ran = self._ran[policy_id].setdefault(n, [])
+        self._texts[unit].append((policy_id, tuple(decoded.trajectory.output_ids.tolist())))
+        ran = self._ran[policy_id].setdefault(unit, [])
         ran.append((counts_of(steps, seconds), first_token_s(steps, seconds)))
         return seconds
 
@@ -290,13 +218,6 @@ class Executor:
             len(again),
         )
 
-    def race(self, **how: Any) -> Comparison:
-        """Executes all in a race, so that most of the time goes to telling the fastest apart;
-        ``how``: as :func:`eliminate` takes it."""
-        return self.comparison(
-            *eliminate(list(self.policies), len(self.encoded.items), self, clock=self._clock, **how)
-        )
-
     def outcome(self, policy_id: str, costs: FloatArray) -> Outcome:
         """What a policy did; a request's seconds are the median of its executions."""
         rows = []
@@ -306,8 +227,3 @@ class Executor:
             first_s = float(np.median([first for _, first in ran]))
             rows.append(RequestOutcome(item.id, item.category, counts, first_s))
         return Outcome(self.policies[policy_id].label(), "executed", tuple(rows))
-
-    def comparison(self, timings: Timings, survivors: Sequence[str]) -> Comparison:
-        """What was executed."""
-        outcomes = {p: self.outcome(p, timings.seconds[p]) for p in self.policies}
-        return Comparison(outcomes, self.texts, timings, tuple(survivors))

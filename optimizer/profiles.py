@@ -10,12 +10,8 @@ from typing import Final
 import numpy as np
 
 from spectune.optimizer.record import whole_texts
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Expected, Timings
+from spectune.optimizer.timings import Timings
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import Policy
 from spectune.runtime.profiling import environment, measure_profile
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.store import TraceStore
@@ -119,19 +115,6 @@ def profile_for(
         progress=lambda what, done, total: progress("profile", done, total),
     )
     return store.get_profile(store.put_profile(measured))
-
-
-def expected_seconds(
-    trace: ReplayTrace,
-    policies: Iterable[Policy],
-    profile: LatencyProfile,
-    artifacts: Artifacts | None = None,
-) -> Expected:
-    """What replay predicts for the requests of a trace."""
-    return {
-        p.id: run_replay(trace, p, profile, artifacts=artifacts, approximate=True).seconds
-        for p in policies
-    }
 
 
 def common_factor(timings: Timings) -> float:

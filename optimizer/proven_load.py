@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 from scipy.special import stdtrit
 
-from spectune.db.errors import StaleVersionError
 from spectune.optimizer.confirm import FLOOR, LEVEL
-from spectune.optimizer.deployment import Place, tuned_for
+from spectune.optimizer.deployment import Place, Superseded, publish_winner, tuned_for
 from spectune.optimizer.executed_load import MOST_PASSES, Executed
 from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.timings import finite
@@ -113,22 +112,14 @@ def publish_proven(
     """Puts a policy in force for what the recording was sampled with. Where another version came
     into force since ``place`` was read nothing is published, and a line says so."""
     info, text = lab.info, lab.trace.trajectories[0]
-    store.put_policy(winner.id, winner.spelled_out(), winner.label())
-    try:
-        return store.publish(
-            info.pair_id,
-            place.device,
-            winner.id,
-            actor="tune",
-            deployment=place.deployment,
-            sampling=tuned_for(info.sampling, text.verifier),
-            evidence=evidence,
-            reason=why,
-            expected=place.over.version if place.over else 0,
-        )
-    except StaleVersionError:
-        now = store.active_version(info.pair_id, place.device, place.deployment)
-        return (
-            f"version {now} came into force meanwhile and was not compared, so it stays; the same "
-            "command compares with it"
-        )
+    made = publish_winner(
+        store,
+        info.pair_id,
+        place,
+        winner,
+        actor="tune",
+        sampling=tuned_for(info.sampling, text.verifier),
+        evidence=evidence,
+        reason=why,
+    )
+    return f"{made}; the same command compares with it" if isinstance(made, Superseded) else made

@@ -37,6 +37,7 @@ from spectune.optimizer.spaces import (
     enumerated_trees,
     with_shortlist,
 )
+from spectune.optimizer.timings import TIE
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.traces.errors import PolicyError, TraceError
@@ -44,9 +45,6 @@ from spectune.traces.tables import LatencyProfile
 
 if TYPE_CHECKING:
     from spectune.optimizer.simulate.distributed import Shards
-
-TIE = 0.01
-"""Relative difference in predicted tokens/s below which the simpler policy is preferred."""
 
 PREDICTION_ERROR = 0.06
 """Relative difference in predicted tokens/s below which execution has to tell which policy is

@@ -14,15 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from sqlalchemy.orm import Session
 
-from spectune.db.errors import StaleVersionError
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.ceiling import tree_ceiling
-from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned, said_of
-from spectune.optimizer.deployment import refusal, sampling_of, tunes_over
-from spectune.optimizer.execute import Comparison, DecodeOptions, Executor, encode_recorded
+from spectune.optimizer.bench.native import NativeBench
+from spectune.optimizer.confirm import Confirmation, check_sample_size
+from spectune.optimizer.deployment import (
+    Place,
+    Superseded,
+    publish_winner,
+    refusal,
+    sampling_of,
+    tunes_over,
+)
+from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
@@ -31,22 +36,21 @@ from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import (
     common_factor,
     doubts,
-    expected_seconds,
     prediction_spread,
     profile_for,
 )
+from spectune.optimizer.prove import Raced, confirm_winner, run_race
 from spectune.optimizer.record import Look, cover_of, look_around, record
 from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
-from spectune.optimizer.search import TIE, Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, ready_plan
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Candidate, Tuned, candidates_of, fastest_of, verdict
+from spectune.optimizer.verdict import Tuned, decide
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
@@ -61,7 +65,6 @@ from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import Cover
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
@@ -80,15 +83,14 @@ larger."""
 @dataclass(frozen=True)
 class TuneOptions:
     """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees
-    out. ``finalists`` of different kinds and ``rivals`` (fixed windows too close for prediction)
-    race against the baselines, and the winner is confirmed, in at most ``passes`` each and together
-    about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made under the
-    same ``idempotency_key``. ``guard`` is called in the transaction that publishes, and raises
-    where the caller may not; ``publishing`` is entered around it, and again around what is stored
-    after it, with what was found so far. What is in force in the ``deployment`` is the incumbent,
-    and is what is replaced. ``tell`` is called with what a user should know of the workload before
-    the work goes on, ``begins`` with the name of each of :data:`STAGES`. ``workers``: who replay
-    what is searched (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    out. ``finalists`` of different kinds race against the baselines, and the winner is confirmed,
+    together in about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made
+    under the same ``idempotency_key``. ``guard`` is called in the transaction that publishes, and
+    raises where the caller may not; ``publishing`` is entered around it, and again around what is
+    stored after it, with the results so far. What is in force in the ``deployment`` is the
+    incumbent, and is what is replaced. ``tell`` is called with what a user should know before the
+    work goes on. ``workers``: who replay what is searched
+    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -96,8 +98,6 @@ class TuneOptions:
     trials: int = 400
     seed: int = 0
     finalists: int = 4
-    rivals: int = 3
-    passes: int = 8
     budget_s: float = 80.0
     fresh: bool = False
     publish: bool = True
@@ -107,7 +107,6 @@ class TuneOptions:
     guard: Callable[[Session], None] | None = None
     publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
     tell: Callable[[str], None] = lambda line: None
-    begins: Callable[[str], None] = lambda stage: None
     tree_width: int = 8
     tree_depth: int = 8
     workers: str | None = None
@@ -154,10 +153,8 @@ def tune(
     PolicyError or TraceError when nothing can be searched, raced or confirmed, and what
     ``wanted.guard`` raises.
     """
-    _tell_number(wanted, [r.category for r in workload.requests])
-    _tell_verifier(wanted)
+    tell_power(wanted, [r.category for r in workload.requests])
     slot = (wanted.idempotency_key or "") if wanted.fresh else ""
-    wanted.begins("record")
     began = clock()
     chains = [d for d in wanted.drafts_of(pair) if d in pair.chain_drafts]
     info = record(
@@ -196,13 +193,11 @@ def tune_recording(
         requests = store.load(recording, (), skip_corrupted=True).requests
         texts = [r.trajectory for r in requests]
         parts = recorded_parts(store, recording, [r.ordinal for r in requests])
-        _tell_number(wanted, [t.category for t in texts], parts)
         wanted = as_recorded(wanted, recording, texts[0])
-        _tell_verifier(wanted)
+        tell_power(wanted, [t.category for t in texts], parts)
     tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
     for name, stage in STAGES:
         began = clock()
-        wanted.begins(name)
         stage(tuning)
         tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
     return tuning.conclude()
@@ -220,18 +215,10 @@ def as_recorded(wanted: TuneOptions, recording: str, text: Trajectory) -> TuneOp
     return replace(wanted, options=how)
 
 
-def _tell_number(
-    wanted: TuneOptions, categories: Sequence[str], parts: Parts | None = None
-) -> None:
-    """What so many requests will not show, before any work. Raises TraceError where they are too
-    few."""
-    line = said_of(categories, publish=wanted.publish, parts=parts)
-    if line:
-        wanted.tell(line)
-
-
-def _tell_verifier(wanted: TuneOptions) -> None:
-    """Says what the default verifier costs chains above temperature 0."""
+def tell_power(wanted: TuneOptions, categories: Sequence[str], parts: Parts | None = None) -> None:
+    """Tells, before any work, what a confirmation on so many requests can show, and what the
+    default verifier costs chains above temperature 0. Raises TraceError for too few requests."""
+    wanted.tell(check_sample_size(categories, publish=wanted.publish, parts=parts))
     if wanted.options.verifier == "coupled" and not wanted.options.sampling.greedy:
         wanted.tell(verifier_in_words())
 
@@ -272,18 +259,15 @@ class Tuning:
     artifacts: Artifacts = field(init=False)
     workload: Sanity = field(init=False)
     grown: tuple[str, ...] = ()
-    """Drafts whose trees are replayed: all heads', and those that could win."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Why trees were not tried, and what they could reach, by ``trees of DRAFT``."""
+    """Drafts whose trees are replayed, and heads, whose chains are recorded as trees."""
     trees: dict[str, TreeLimit] = field(default_factory=dict)
     shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
     study: Study = field(init=False)
     study_id: str = field(init=False)
     choice: Policy | None = None
     """What chooses for each prompt, where that is predicted to gain."""
-    compared: Comparison = field(init=False)
-    executed: list[Candidate] = field(init=False)
-    winner: Candidate = field(init=False)
+    bench: NativeBench = field(init=False)
+    raced: Raced = field(init=False)
     confirmed: Confirmation | None = None
     texts: ComparedTexts = field(init=False)
 
@@ -362,25 +346,14 @@ class Tuning:
             )
             yield Shards(client, sources, self.profile)
 
-    def executor(self, policies: Iterable[Policy], part: Sequence[int]) -> Executor:
-        """Who decodes some of the requests again under policies."""
-        texts = [self.trace.trajectories[i] for i in part]
-        encoded = encode_recorded(self.pair, texts)
-        return Executor(
-            self.pair,
-            policies,
-            encoded,
-            profile=self.profile,
-            artifacts=self.artifacts,
-            clock=self.clock,
-        )
-
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
         self.look(Look(self.chains, self.wanted.gamma_max))
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
-            _tell_number(self.wanted, [t.category for t in texts], self.parts)
+            check_sample_size(
+                [t.category for t in texts], publish=self.wanted.publish, parts=self.parts
+            )
         self.workload = checked(texts)
         for line in (*self.workload.lines(), *self._hardly_accepted(self.chains)):
             self.wanted.tell(line)
@@ -421,33 +394,15 @@ class Tuning:
         self.artifacts = fitted(store, pair.id)
 
     def search_chains(self) -> None:
-        """What needs no trees; then what trees could reach beside it."""
+        """What needs no trees."""
         self.search(0)
-        wanted, profile, found = self.wanted, self.profile, self.study
-        fastest = max((t.value for t in found.trials), default=0.0)
-        texts = [self.trace.trajectories[i] for i in self.parts.search]
-        trusted = profile.accepted(trees=wanted.prices_trees(self.pair))
-        held = {*(p.draft for p in self.candidates), *worth_trying(found.bounds)}
-        grown = {d for d in self.drafts if d not in self.pair.chain_drafts}
-        for draft in (d for d in self.drafts if d != "ngram" and not wanted.chains_only):
-            recorded = self.store.most_held(self.recording, draft)[2]
-            deepest = max(wanted.tree_depth or TREE_DEPTH, recorded)
-            most = tree_ceiling(profile, draft, texts, deepest)
-            hopeless = trusted and most <= fastest * (1 + TIE)
-            if wanted.tree_size[0] and (not hopeless or draft in held or draft in grown):
-                grown.add(draft)
-                continue
-            why = (
-                f"{'cannot win' if hopeless else 'not tried'}: at best {most:.0f} tokens/s, were "
-                f"every token that they draft right; {fastest:.0f} is reached without trees"
-            )
-            self.left_out[f"trees of {draft}"] = why
-            wanted.tell(f"left out: trees of {draft} ({why})")
-        self.grown = tuple(d for d in self.drafts if d in grown)
+        trees = self.wanted.tree_size[0] > 0
+        self.grown = tuple(
+            d for d in self.drafts if d != "ngram" and (trees or d not in self.pair.chain_drafts)
+        )
 
     def record_trees(self) -> None:
-        """The trees that the recording lacks, of drafts that could win by them, and chains of
-        heads."""
+        """The trees that the recording lacks, and chains of heads."""
         if self.grown:
             self.look(Look(self.grown, self.wanted.gamma_max, *self.wanted.tree_size))
             for line in self._hardly_accepted(d for d in self.grown if d not in self.chains):
@@ -539,12 +494,6 @@ class Tuning:
         else:
             why = str(made.document["reason"])
             self.choice = parse_policy(made.policy) if made.document["chooses"] else None
-        pace = {  # what later tunings are expected to take
-            "seconds": dict(self.seconds),
-            "device": pair.device.type,
-            "trees": self.wanted.tree_size[0] > 0,
-            "tokens": sum(t.max_new_tokens for t in self.trace.trajectories),
-        }
         document = {
             "recording": self.recording,
             "profile": profile,
@@ -552,9 +501,7 @@ class Tuning:
             "trials": len(study.trials),
             "shortlists": study.on_shortlists(),
             "beyond_the_recording": study.left_out(),
-            "left_out": self.left_out,
             "by_prompt": why,
-            "pace": pace,
         }
         self.study_id = store.put_study(
             pair.id,
@@ -569,7 +516,7 @@ class Tuning:
         """Who is executed, by role; a policy that has several roles appears under each."""
         study, wanted, incumbent = self.study, self.wanted, self.incumbent
         best = finalists(study, wanted.finalists)
-        best += rivals(study, [trial.policy for trial in best], wanted.rivals)
+        best += rivals(study, [trial.policy for trial in best])
         chosen = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
         chosen += [self.choice] if self.choice is not None else []
         roles = {f"finalist {i + 1}": policy for i, policy in enumerate(chosen)}
@@ -582,132 +529,100 @@ class Tuning:
 
     def race(self) -> None:
         """The best few, the incumbent and plain baselines race on requests that the search has not
-        seen; who wins is then known."""
-        wanted, profile, roles = self.wanted, self.profile, self.roles()
-        policies, part = {p.id: p for p in roles.values()}, self.parts.race
-        trace = self.trace.select(part)
-
-        def replayed(policy: Policy) -> Replay:
-            return run_replay(trace, policy, profile, artifacts=self.artifacts, approximate=True)
-
-        predictable = dict(policies)
-        try:
-            replayed(self.incumbent)
-        except (PolicyError, TraceError) as error:
-            # A tuning of chains records no trees, which may be in force.
-            del predictable[self.incumbent.id]
-            label = self.incumbent.label()
-            wanted.tell(f"{label}, in force, is raced without a prediction: {error}")
-        self.compared = self.executor(policies.values(), part).race(
-            whole={p.id for role, p in roles.items() if not role.startswith("finalist")},
-            expected=expected_seconds(trace, predictable.values(), profile, self.artifacts),
-            passes=wanted.passes,
-            budget_s=wanted.budget_s * RACE_SHARE,
-            progress=lambda done, total: self.progress("execute", done, total),
+        seen."""
+        trees = self.wanted.tree_size[0] > 0
+        self.bench = NativeBench(
+            self.pair,
+            self.trace,
+            self.parts,
+            self.profile,
+            self.artifacts,
+            spread=prediction_spread(self.profile, trees=trees),
+            clock=self.clock,
         )
-        predicted = {name: replayed(p).outcome() for name, p in predictable.items()}
-        self.executed = candidates_of(roles, self.compared, predicted, self.incumbent)
-        fastest = fastest_of(
-            [policies[name] for name in self.compared.survivors],
-            self.compared.timings,
-            {name: outcome.total.tokens_per_s for name, outcome in predicted.items()},
-            prediction_spread(profile, trees=wanted.tree_size[0] > 0),
+        self.raced = run_race(
+            self.bench,
+            self.roles(),
+            self.incumbent,
+            budget_s=self.wanted.budget_s,
+            tell=self.wanted.tell,
+            clock=self.clock,
+            progress=self.progress,
         )
-        self.winner = next(c for c in self.executed if c.policy.id == fastest.id)
-        self.texts = self.compared.texts
 
     def confirm(self) -> None:
-        """The race's winner and the incumbent alone, on requests that nothing was fitted to or
-        chosen by, in what is left of the time."""
-        wanted, seconds = self.wanted, self.compared.timings.seconds
-        winner, incumbent = self.winner.policy, self.incumbent
-        if winner.id == incumbent.id:
-            return
-        both_s = sum(float(np.nanmean(seconds[p.id])) for p in (winner, incumbent))
-        left = left_s(wanted.budget_s, sum(float(np.nansum(s)) for s in seconds.values()))
-        requests, passes = planned(len(self.parts.confirm), both_s, left, wanted.passes)
-        executor = self.executor([winner, incumbent], self.parts.confirm[:requests])
-        self.confirmed = confirm(
-            winner.id,
-            incumbent.id,
-            executor,
-            requests=requests,
-            passes=passes,
-            progress=lambda done, total: self.progress("confirm", done, total),
+        """The race's winner against the incumbent, on requests held out."""
+        self.confirmed, self.texts = confirm_winner(
+            self.bench,
+            self.raced,
+            budget_s=self.wanted.budget_s,
+            tell=self.wanted.tell,
+            progress=self.progress,
         )
-        self.texts += executor.texts
 
     def conclude(self) -> Tuned:
-        """What was found, published if it is to take the place of what is in force. Stores what the
-        report draws beside the study."""
-        store, pair, wanted = self.store, self.pair, self.wanted
-        incumbent = next(c for c in self.executed if c.policy.id == self.incumbent.id)
-        in_force = self.active is not None and not self.unusable
-        reason, chosen, replaces = verdict(
-            self.winner, incumbent, self.confirmed, in_force, publishes=wanted.publish
+        """The results, published if the winner is to take the place of what is in force. Stores
+        what the report draws beside the study."""
+        store, pair, wanted, raced = self.store, self.pair, self.wanted, self.raced
+        decision = decide(
+            raced.winner,
+            raced.incumbent,
+            self.confirmed,
+            in_force=self.active is not None and not self.unusable,
+            publish=wanted.publish,
         )
         doubted = doubts(self.profile, trees=wanted.prices_trees(pair))
         tuned = Tuned(
-            winner=chosen,
-            incumbent=incumbent,
-            candidates=tuple(self.executed),
+            winner=decision.candidate,
+            incumbent=raced.incumbent,
+            candidates=raced.candidates,
             recording=self.recording,
             profile=self.profile.id,
             study=self.study_id,
             texts=self.texts,
-            test_requests=max(len(c.executed.per_request) for c in self.executed),
+            test_requests=max(len(c.executed.per_request) for c in raced.candidates),
             search_requests=len(self.parts.search),
             trials=len(self.study.trials),
-            reason="; ".join(filter(None, (self.unusable, doubted, reason))),
+            reason="; ".join(filter(None, (self.unusable, doubted, decision.reason))),
             published=None,
             confirmed=self.confirmed,
             seconds=self.seconds,
             beyond=self.study.left_out(),
-            left_out=self.left_out,
             workload=self.workload,
-            common_factor=common_factor(self.compared.timings),
+            common_factor=common_factor(raced.race.timings),
         )
         with wanted.publishing(tuned):
-            store.put_policy(chosen.policy.id, chosen.policy.spelled_out(), chosen.policy.label())
-            refused = refusal(wanted.deployment, chosen.policy)
-            if replaces and wanted.publish and refused:
+            policy = decision.candidate.policy
+            store.put_policy(policy.id, policy.spelled_out(), policy.label())
+            refused = refusal(wanted.deployment, policy)
+            if decision.may_publish and refused:
                 tuned = replace(tuned, refused=refused)
-            elif replaces and wanted.publish:
+            elif decision.may_publish:
                 tuned = self.published(tuned)
         with wanted.publishing(tuned):
-            store.put_artifact(
-                EVIDENCE,
-                self.evidence(tuned),
-                pair_id=pair.id,
-                provenance={"study": tuned.study},
-            )
+            evidence, about = self.evidence(tuned), {"study": tuned.study}
+            store.put_artifact(EVIDENCE, evidence, pair_id=pair.id, provenance=about)
         return tuned
 
     def published(self, tuned: Tuned) -> Tuned:
         """Puts the winner in force with its evidence and the sampling it was tuned for, once per
-        idempotency key. Where another version came into force meanwhile it stays: it was not
-        compared."""
-        wanted, where = self.wanted, (self.pair.id, self.pair.device.type)
-        try:
-            made = self.store.publish(
-                *where,
-                tuned.winner.policy.id,
-                actor=wanted.actor,
-                deployment=wanted.deployment,
-                sampling=sampling_of(self.trace.trajectories),
-                evidence=tuned.to_json(),
-                reason=tuned.reason,
-                idempotency_key=wanted.idempotency_key,
-                expected=self.active.version if self.active else 0,
-                guard=wanted.guard,
-            )
-        except StaleVersionError:
-            now = self.store.active_version(*where, wanted.deployment)
-            reason = (
-                f"version {now} came into force meanwhile and was not compared, so it stays; "
-                f"`tune --recording {tuned.recording}` compares with it"
-            )
-            return replace(tuned, reason=reason, superseded_by=now)
+        idempotency key."""
+        wanted = self.wanted
+        made = publish_winner(
+            self.store,
+            self.pair.id,
+            Place(self.pair.device.type, wanted.deployment, self.active),
+            tuned.winner.policy,
+            actor=wanted.actor,
+            sampling=sampling_of(self.trace.trajectories),
+            evidence=tuned.to_json(),
+            reason=tuned.reason,
+            idempotency_key=wanted.idempotency_key,
+            guard=wanted.guard,
+        )
+        if isinstance(made, Superseded):
+            reason = f"{made}; `tune --recording {tuned.recording}` compares with it"
+            return replace(tuned, reason=reason, superseded_by=made.version)
         return replace(tuned, published=made)
 
     def evidence(self, tuned: Tuned) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import numpy as np
 from spectune.engines.abilities import Engine, engine_named
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer.search import TIE
 from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.timings import TIE
 from spectune.runtime.policies.document import ByBatchWindow, FixedWindow, Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.errors import PolicyError

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from spectune.optimizer.confirm import Confirmation
-from spectune.optimizer.execute import Comparison
-from spectune.optimizer.search import TIE, complexity
+from spectune.optimizer.race import Comparison
+from spectune.optimizer.search import complexity
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.timings import TIE, Timings, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, PromptPolicy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
@@ -77,8 +77,8 @@ class Tuned:
     stays (``reason`` says why), or version ``superseded_by`` that came into force meanwhile;
     ``confirmed`` is what the race's winner was against the incumbent on requests held out, None
     where that is the incumbent; ``refused``: why the deployment's engine cannot run it; ``beyond``
-    is :meth:`optimizer.search.Study.left_out`; ``left_out``: trees that were not tried, and why;
-    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race."""
+    is :meth:`optimizer.search.Study.left_out`; ``common_factor``:
+    :func:`optimizer.profiles.common_factor` of the race."""
 
     winner: Candidate
     incumbent: Candidate
@@ -95,7 +95,6 @@ class Tuned:
     confirmed: Confirmation | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
     superseded_by: int | None = None
     refused: str = ""
@@ -161,7 +160,6 @@ class Tuned:
             "trials": self.trials,
             "texts": self.texts.to_json(),
             "beyond_the_recording": dict(self.beyond),
-            "left_out": dict(self.left_out),
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
         }
@@ -238,21 +236,30 @@ def weighed(
     return both / (of_executed + of_predicted)
 
 
-def verdict(
+@dataclass(frozen=True)
+class Decision:
+    """Which candidate is to be in force, why, and whether that is to be published now."""
+
+    candidate: Candidate
+    reason: str
+    may_publish: bool
+
+
+def decide(
     winner: Candidate,
     incumbent: Candidate,
     confirmed: Confirmation | None,
-    published: bool,
     *,
-    publishes: bool = True,
-) -> tuple[str, Candidate, bool]:
-    """(why, the candidate to be in force, whether that is to be published). ``published``: whether
-    the incumbent is in force; ``publishes``: whether this tuning puts anything there."""
-    first = "autoregression is published" if publishes else "decoding without a draft stays"
-    stays = "the incumbent stays" if published else first
-    if confirmed is None or winner.policy.id == incumbent.policy.id:
-        return f"nothing executed is faster than the incumbent; {stays}", incumbent, not published
-    if confirmed.against:
-        why = f"{winner.policy.label()} was {confirmed}: {confirmed.against}"
-        return f"{why}; {stays}", incumbent, not published
-    return str(confirmed), winner, True
+    in_force: bool,
+    publish: bool = True,
+) -> Decision:
+    """What follows from a confirmation. ``in_force``: whether the incumbent is published already;
+    ``publish``: whether this tuning publishes anything."""
+    if confirmed is not None and not confirmed.against:
+        return Decision(winner, str(confirmed), publish)
+    reason = "nothing executed is faster than the incumbent"
+    if confirmed is not None:
+        reason = f"{winner.policy.label()} was {confirmed}: {confirmed.against}"
+    first = "autoregression is published" if publish else "decoding without a draft stays"
+    stays = "the incumbent stays" if in_force else first
+    return Decision(incumbent, f"{reason}; {stays}", publish and not in_force)

@@ -217,7 +217,7 @@ def test_too_few_requests_are_refused_before_any_work(
             "6 requests leave 2 to confirm a winner on, and 5 are needed to publish it: give 1"
             in line
         )
-        assert "a gain of 5% takes about 177 requests" in line
+        assert "publish a gain of 5% with a chance of 30%" in line
         assert "--no-publish" in line
 
 
@@ -330,16 +330,8 @@ def test_a_quick_tuning_leaves_trees_out_and_says_so(
         "quick: at most 48 requests of at most 16 tokens, 8 trials, a race of 1s; draft trees are "
         "not tried" in found.stderr
     )
-    assert "no tuning of this pair is stored" in found.stderr, (
-        "of none without trees the seconds are known"
-    )
+    assert "a gain of 5% is published with a chance of" in found.stderr
     data = one_object(found.stdout)
-    said = {line.split(" (")[0] for line in found.stderr.splitlines()}
-    assert data["left_out"]
-    assert {f"left out: {what}" for what in data["left_out"]} <= said
-    for why in data["left_out"].values():
-        assert "at best" in why
-        assert "is reached without trees" in why
     grown = [c["policy"].get("growth", {}).get("kind", "chain") for c in data["candidates"]]
     assert set(grown) == {"chain"}
 
@@ -369,7 +361,6 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
     assert "decode:" not in whole.stderr, "what is recorded is found"
     assert "never finished" not in whole.stderr
-    assert "(as earlier tunings of this pair took)" in whole.stderr
     last = whole.stdout[whole.stdout.rindex("\n\n") :].split("\n")
     typed = [line for line in last if line and not line.startswith("#")]
     assert [line.split()[0] for line in typed[:2]] == ["main", "main"]

@@ -3,18 +3,24 @@ evidence as a whole is wrong."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from spectune.optimizer.confirm import (
     LEAST,
+    LEVEL,
     Confirmation,
+    Spread,
+    check_sample_size,
     confirm,
     planned,
-    said_of,
+    power_in_words,
 )
 from spectune.traces.errors import TraceError
 
@@ -32,7 +38,7 @@ def test_both_are_executed_alternately_and_the_ratio_is_of_total_speed() -> None
         stall = 50.0 if calls.count((policy, n)) == 2 and n == 3 and policy == "new" else 1.0
         return float(size[n] * stall * ((1.0 if n % 2 else 0.9) if policy == "new" else 1.2))
 
-    found = confirm("new", "old", execute, requests=8, passes=3)
+    found = confirm("new", "old", execute, units=8, executions=24)
     assert calls[:4] == [("new", 0), ("old", 0), ("old", 1), ("new", 1)]
     assert calls[16:18] == [("old", 0), ("new", 0)], "the second pass is in the other order"
     assert (found.requests, found.passes, len(calls)) == (8, 3, 2 * 8 * 3)
@@ -45,28 +51,76 @@ def test_both_are_executed_alternately_and_the_ratio_is_of_total_speed() -> None
     assert unknown.to_json()["interval"] == [0.0, None]
 
 
+def test_what_prediction_knows_of_requests_narrows_an_interval_but_not_below_their_own() -> None:
+    """Of 40 requests 20 are executed. What suits which is predicted, so the others count as well;
+    an execution that stalls is trimmed; and how requests differ stays in the interval."""
+    rng = np.random.default_rng(0)
+    old = rng.uniform(1.0, 3.0, 40)
+    new = old / 1.1 * np.exp(0.1 * rng.standard_normal(40))
+    noise = iter(np.exp(0.02 * rng.standard_normal(99)))
+    stalls = {("new", 7), ("old", 11)}
+
+    def execute(policy: str, n: int) -> float:
+        seconds = (new if policy == "new" else old)[n] * next(noise)
+        return float(seconds * (5.0 if (policy, n) in stalls else 1.0))
+
+    how: dict[str, Any] = {"units": 40, "executions": 20}
+    told = confirm("new", "old", execute, **how, expected={"new": 1.3 * new, "old": old})
+    noise = iter(np.exp(0.02 * rng.standard_normal(99)))
+    plain = confirm("new", "old", execute, **how)
+    truth = old.sum() / new.sum()
+    assert told.ratio[0] == pytest.approx(truth, rel=0.02)
+    low, high = told.ratio[1:]
+    assert np.log(high / low) < 0.5 * np.log(plain.ratio[2] / plain.ratio[1])
+    assert np.log(high / low) > 2 * 2.5 * 0.1 / np.sqrt(40)
+
+
 def test_executions_are_planned_by_the_time_that_is_left() -> None:
     """All requests once before any twice, at least as many as a publication needs."""
-    for asked, used in (
-        ((20, 1.0, 10.0, 8), (10, 1)),
-        ((20, 1.0, 45.0, 8), (20, 2)),
-        ((20, 0.01, 45.0, 8), (20, 8)),
-        ((20, 60.0, 10.0, 8), (LEAST, 1)),
-        ((3, 1.0, 10.0, 8), (3, 3)),
+    for asked, executions in (
+        ((20, 1.0, 10.0, 8), 10),
+        ((20, 1.0, 45.0, 8), 45),
+        ((20, 0.01, 45.0, 8), 160),
+        ((20, 60.0, 10.0, 8), LEAST),
+        ((3, 1.0, 10.0, 8), 10),
     ):
-        assert planned(*asked) == used
+        assert planned(*asked) == executions
 
 
-def test_what_so_many_requests_cannot_show_is_said_with_what_would() -> None:
-    assert said_of(["a"] * 400, publish=True) == ""
-    assert "gains below about" in said_of(["a", "b", "c"] * 16, publish=True)
+def test_the_chance_of_a_gain_is_as_often_as_it_is_found() -> None:
+    """By the noncentral t, beside 4,000 drawn confirmations; that of no gain is the level's."""
+    rng, spread = np.random.default_rng(0), Spread(0.04, 0.06)
+    for gain in (0.0, 0.05):
+        drawn = np.log1p(gain) + rng.normal(0, np.hypot(0.04, 0.06 / np.sqrt(2)), (4000, 24))
+        t = drawn.mean(1) / (drawn.std(axis=1, ddof=1) / np.sqrt(24))
+        published = float((t > stdtrit(23, (1 + LEVEL) / 2)).mean())
+        assert spread.chance(24, 48, gain) == pytest.approx(published, abs=0.02)
+    assert spread.chance(LEAST - 1, 99) == 0.0
+
+
+def test_the_power_of_a_confirmation_is_said_with_what_would_raise_it() -> None:
+    """A wide spread over requests needs more of them; noise needs time."""
+    said = check_sample_size(["a"] * 40, publish=True)
+    chance, more = map(int, re.findall(r"chance of (\d+)%; about (\d+) requests", said)[0])
+    assert said.startswith("12 of 40 requests are held out to confirm the winner: a gain of 5%")
+    assert chance < 30
+    assert "give" not in check_sample_size(["a"] * int(more * 1.1), publish=True)
+    noisy = power_in_words(Spread(0.01, 0.3), 50, 50, seconds=1.0, budget_s=80.0)
+    seconds = int(re.findall(r"--budget (\d+)s gives about 30%", noisy)[0])
+    assert 100 < seconds < 2000
+    assert re.search(
+        r"about \d+ requests give", power_in_words(Spread(0.3, 0.0), 50, 50, seconds=1.0)
+    )
+
+
+def test_too_few_requests_are_refused_with_how_many_would_do() -> None:
     with pytest.raises(
         TraceError,
         match="10 requests leave 3 to confirm a winner on, and 5 are needed to publish it: give 16",
     ):
-        said_of(["a"] * 10, publish=True)
-    assert said_of(["a"] * 16, publish=True)
-    assert "3 of 10 requests are held out" in said_of(["a"] * 10, publish=False)
+        check_sample_size(["a"] * 10, publish=True)
+    assert check_sample_size(["a"] * 16, publish=True)
+    assert "3 of 10 requests are held out" in check_sample_size(["a"] * 10, publish=False)
 
 
 @pytest.mark.parametrize("categories", ["aaa", "aaabbc", "abc", ""])
@@ -79,12 +133,12 @@ def test_the_number_said_to_suffice_suffices_and_one_fewer_does_not(
     with pytest.raises(
         TraceError, match="too few requests to search, race and confirm on different ones"
     ) as raised:
-        said_of(categories, publish=publish)
+        check_sample_size(categories, publish=publish)
     least = int(str(raised.value).partition("give ")[2].split()[0])
     more = [(categories or "a")[i % max(1, len(categories))] for i in range(least)]
-    assert said_of(more, publish=publish)
+    assert check_sample_size(more, publish=publish)
     with pytest.raises(TraceError, match="give "):
-        said_of(more[:-1], publish=publish)
+        check_sample_size(more[:-1], publish=publish)
 
 
 def test_the_best_of_twelve_equals_is_seldom_published_and_a_gain_is() -> None:

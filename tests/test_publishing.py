@@ -52,8 +52,7 @@ QUICK = TuneOptions(
     gamma_max=5,
     trials=2,
     finalists=1,
-    rivals=1,
-    passes=1,
+    budget_s=1.0,
     tree_width=0,
 )
 
@@ -168,10 +167,9 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     lost = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain).id
     with store.database.write() as session:
         session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal > 4"), {"data": b"x"})
-    begun: list[str] = []
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
-        tune_recording(store, pair, lost, replace(QUICK, begins=begun.append))
-    assert begun == ["record"]
+        tune_recording(store, pair, lost, QUICK)
+    assert not list(store.profiles(pair.id)), "before the device is measured"
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -216,12 +214,9 @@ def test_what_was_published_can_be_kept_with_what_was_found(
     def fail(*_args: object, **_how: object) -> None:
         raise DatabaseError("the disk is full")
 
-    def begins(stage: str) -> None:
-        if stage == "confirm":  # the last one
-            monkeypatch.setattr(TraceStore, "put_artifact", fail)
-
+    during = once("execute", lambda: monkeypatch.setattr(TraceStore, "put_artifact", fail))
     with pytest.raises(DatabaseError):
-        tune(store, pair, WORKLOAD, replace(QUICK, begins=begins, publishing=keeping))
+        tune(store, pair, WORKLOAD, replace(QUICK, publishing=keeping), progress=during)
     (found,) = lost
     assert found.published is not None
 

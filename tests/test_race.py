@@ -14,18 +14,12 @@ import pytest
 from recorded_texts import plain_texts
 from synthetic import policy
 
-from spectune.optimizer.execute import (
-    BLOCK,
-    NEGLIGIBLE,
-    DecodeOptions,
-    Executor,
-    eliminate,
-    encode,
-)
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
+from spectune.optimizer.race import BLOCK, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.timings import TIE, Timings, finite
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -65,7 +59,7 @@ def executions(timings: Timings, policy: str) -> int:
 def test_the_clearly_slower_are_dropped_and_the_rest_goes_to_the_near() -> None:
     """After one block the slow one is out, a baseline is executed to the end of the first pass."""
     cost = {"a": 1.0, "b": 1.005, "slow": 2.5, "baseline": 2.0}
-    timings, left = Machine(cost, 0.03).race(whole=["baseline"], passes=6)
+    timings, left = Machine(cost, 0.08).race(baselines=["baseline"], passes=6)
     assert executions(timings, "slow") == BLOCK  # the first look
     assert executions(timings, "baseline") == 20
     assert executions(timings, "a") > 20
@@ -90,7 +84,7 @@ def test_the_fastest_wins_whatever_mood_the_machine_is_in(lead: float) -> None:
 def test_it_ends_when_nothing_is_left_to_gain_or_the_time_is_used() -> None:
     """Equals without noise take one pass; a budget ends a race in the middle of a pass, never
     before the first request is done."""
-    timings, left = Machine({"a": 1.0, "b": 1.0 + NEGLIGIBLE / 2}).race(passes=8)
+    timings, left = Machine({"a": 1.0, "b": 1.0 + TIE / 2}).race(passes=8)
     assert executions(timings, "a") == 20
     assert "a" in left
     machine = Machine({"a": 1.0, "b": 1.001}, 0.1)
@@ -213,9 +207,7 @@ def test_a_window_that_learns_begins_each_pass_as_it_began_the_first(pair: Loade
     assert passes[0] == passes[1] == passes[2], "as many rounds, which is what this clock counts"
     texts = plain_texts(pair, {f"r{i}": p for i, p in enumerate(prompts)}, Sampling(), 40)
     trace = ReplayTrace(texts, {"ngram": [record_panorama(pair, t, "ngram", 6) for t in texts]})
-    executed = executor.comparison(
-        Timings({learner.id: np.array(passes).T}), [learner.id]
-    ).outcomes[learner.id]
+    executed = executor.outcome(learner.id, np.array(passes).T)
     replayed = run_replay(trace, learner).outcome()
     for done, told in zip(executed.per_request, replayed.per_request, strict=True):
         assert replace(done.counts, seconds=0.0) == replace(told.counts, seconds=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,7 @@ from spectune.optimizer.search import (
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import STOP_ORDER, Space, TreeLimit, enumerated, enumerated_trees
-from spectune.optimizer.tune import TuneOptions, Tuning
-from spectune.optimizer.verdict import Candidate, verdict
+from spectune.optimizer.verdict import Candidate, decide
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
 from spectune.traces.tables import Trajectory
@@ -164,32 +162,21 @@ def test_only_a_confirmed_gain_is_published(
         Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
         for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
     )
-    assert verdict(incumbent, incumbent, None, published)[1:] == (incumbent, not published)
+    none = decide(incumbent, incumbent, None, in_force=published)
+    assert (none.candidate, none.may_publish) == (incumbent, not published)
     confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
-    reason, chosen, publish = verdict(winner, incumbent, confirmed, published)
-    assert f"{ratio:.3f} times the incumbent's speed (99% interval {low:.3f} to" in reason
-    assert f"on {requests} requests held out" in reason
+    made = decide(winner, incumbent, confirmed, in_force=published)
+    assert f"{ratio:.3f} times the incumbent's speed (98.5% interval {low:.3f} to" in made.reason
+    assert f"on {requests} requests held out" in made.reason
     if why:
-        assert (chosen, publish) == (incumbent, not published)
-        assert why in reason
-        assert reason.endswith(
-            "the incumbent stays" if published else "autoregression is published"
-        )
-        reason = verdict(winner, incumbent, confirmed, published, publishes=False)[0]
-        assert "is published" not in reason
+        assert (made.candidate, made.may_publish) == (incumbent, not published)
+        assert why in made.reason
+        stays = "the incumbent stays" if published else "autoregression is published"
+        assert made.reason.endswith(stays)
+        shown = decide(winner, incumbent, confirmed, in_force=published, publish=False)
+        assert "is published" not in shown.reason
     else:
-        assert (chosen, publish) == (winner, True)
-
-
-def test_the_best_fixed_window_that_is_executed_is_a_chain() -> None:
-    """What an engine has as its number of draft tokens; trees have their own finalists."""
-    tree = parse_policy(
-        {"draft": "near", "growth": {"kind": "top_k"}, "window": {"kind": "fixed", "gamma": 3}}
-    )
-    study = Study((Trial(tree, 200.0, ""), Trial(near("fixed", 3), 100.0, "")), 0, "")
-    about = {"study": study, "wanted": TuneOptions(), "incumbent": AUTOREGRESSIVE, "choice": None}
-    tuning: Any = SimpleNamespace(**about)
-    assert Tuning.roles(tuning)["best fixed gamma"] == near("fixed", 3)
+        assert (made.candidate, made.may_publish) == (winner, True)
 
 
 LIMIT = TreeLimit(

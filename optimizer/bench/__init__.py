@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.policies.document import Policy
@@ -23,15 +23,21 @@ PartName = Literal["search", "race", "confirm"]
 """Of :class:`optimizer.parts.Parts`."""
 
 
+class Result(Protocol):
+    """What a bench predicts from, a replay or simulation."""
+
+    def outcome(self) -> Outcome:
+        """Its sums by request."""
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """What a bench expects of a policy: the cost of each unit, float64 [units]; ``speed``, the
-    larger the better (tokens/s, or what an objective makes of a load); and ``result``, whatever the
-    bench predicts it from."""
+    """What a bench expects of a policy: the cost of each unit, float64 [units], and ``speed``, the
+    larger the better (tokens/s, or what an objective makes of a load)."""
 
     costs: FloatArray
     speed: float
-    result: Any = None
+    result: Result
 
 
 class Execution(Protocol):

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,8 +16,6 @@ from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from spectune.optimizer.estimate import Course
 
 PAIR_FOUND: Final = "spectune.pair"
 """Where a context keeps the pair that a recording named."""
@@ -132,24 +129,19 @@ def note(text: str) -> None:
 
 
 class Meter:
-    """Progress on stderr: a bar on a terminal, a line per phase otherwise. With a ``course`` one
-    bar goes over all its stages, the time left beside it."""
+    """Progress on stderr: a bar for each phase, with the time it still takes, on a terminal; a line
+    per phase otherwise."""
 
-    def __init__(self, course: Course | None = None) -> None:
+    def __init__(self) -> None:
         from rich import progress
 
-        self._course, self._began = course, time.monotonic()
         self._live = (console := console_for(stderr=True)).is_terminal
-        elapsed = progress.TimeElapsedColumn()
-        last = (
-            [progress.MofNCompleteColumn(), elapsed, progress.TimeRemainingColumn()]
-            if course is None
-            else [elapsed, progress.TextColumn("{task.fields[left]}")]
-        )
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=40 if course is None else 20),
-            *last,
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             console=console,
             disable=not self._live,
         )
@@ -168,26 +160,10 @@ class Meter:
         phase = one_line(phase)
         key = phase.split(",")[0]
         if key not in self._bars:
-            one = next(iter(self._bars.values()), None) if self._course is not None else None
-            self._bars[key] = (
-                self._progress.add_task(phase, total=total, left="") if one is None else one
-            )
+            self._bars[key] = self._progress.add_task(phase, total=total)
             if not self._live:
                 click.echo(f"{key}: {total}", err=True)
-        if self._course is None:
-            self._progress.update(self._bars[key], completed=done, total=total, description=phase)
-            return
-        from spectune.optimizer.estimate import spoken
-
-        self._course.tell(key, done, total)
-        left = self._course.left_s(time.monotonic() - self._began)
-        self._progress.update(
-            self._bars[key],
-            completed=self._course.done_s,
-            total=self._course.total_s,
-            description=f"{phase} {done}/{total}",
-            left="" if left is None else f"{spoken(left)} left",
-        )
+        self._progress.update(self._bars[key], completed=done, total=total, description=phase)
 
 
 SAME: Final = {"pair", "target", "drafts", "device", "dtype", "threads", "deployment"}

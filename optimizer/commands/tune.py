@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -138,13 +137,12 @@ def tune(**kw: Any) -> None:
     with open_store() as store:
         spec = pair_spec(kw, store, kw["recording_id"])
         workload = None if recorded else workload_of(kw, spec)
-        from spectune.optimizer.confirm import said_of
+        from spectune.optimizer.confirm import check_sample_size
         from spectune.optimizer.inputs import recording_of
-        from spectune.optimizer.parts import recorded_parts
         from spectune.optimizer.traffic import gather
 
-        if workload is not None:  # told again of what is left once the pair is loaded
-            said_of([r.category for r in workload.requests], publish=publish)
+        if workload is not None:  # before the pair is loaded
+            check_sample_size([r.category for r in workload.requests], publish=publish)
         searched, options = search_asked(kw), decode_options(kw)
         pair = load(kw, spec)
         if workload is not None:
@@ -155,18 +153,14 @@ def tune(**kw: Any) -> None:
                 key = f"tune since {kw['since'].isoformat()}"
                 name = gather(store, spec.id, store.clock() - kw["since"], key=key, tell=note)
             info = recording_of(store, name, spec)
-            requests = store.load(info.id, (), skip_corrupted=True).requests
-            parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
-            said_of([r.trajectory.category for r in requests], publish=publish, parts=parts)
             if info.state != "complete" and info.workload_id is not None:
                 note(
                     f"recording {info.id} was never finished: tuning on the {info.n_requests} "
                     f"requests it holds (`record --resume {info.id}` makes the others)"
                 )
-        from spectune.optimizer.estimate import course
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing
-        from spectune.optimizer.tune import STAGES, TuneOptions, as_recorded, tune_recording
+        from spectune.optimizer.tune import TuneOptions, tune_recording
         from spectune.optimizer.tune import tune as do_tune
 
         wanted = TuneOptions(
@@ -181,12 +175,9 @@ def tune(**kw: Any) -> None:
             publishing=lambda tuned: kept_unless_stored(tuned.to_json),
             **searched,
         )
-        if workload is None:
-            wanted = as_recorded(wanted, info.id, requests[0].trajectory)
-        expected = course(store, pair, wanted, workload, [name for name, _ in STAGES])
-        note(quick + expected.told(budget_s))
-        with Meter(expected) as meter:
-            wanted = replace(wanted, begins=expected.begin)
+        if quick:
+            note(quick)
+        with Meter() as meter:
             if workload is None:
                 tuned = tune_recording(store, pair, info.id, wanted, progress=meter)
             else:
@@ -238,11 +229,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
 def _be_quick(kw: dict[str, Any]) -> str:
     """Puts :data:`QUICK` where nothing was given; a line on what that leaves out."""
     kw |= {name: value for name, value in QUICK.items() if not is_given(name)}
-    trees = (
-        ""
-        if kw["tree_width"]
-        else "; draft trees are not tried: what they could reach at best is told below"
-    )
+    trees = "" if kw["tree_width"] else "; draft trees are not tried"
     on = (
         "what is recorded"
         if kw["recording_id"] or kw["since"]
@@ -250,7 +237,7 @@ def _be_quick(kw: dict[str, Any]) -> str:
     )
     return (
         f"quick: {on}, {kw['trials']} trials, a race of {kw['budget']}{trees} (`tune` without "
-        f"--quick tries all)\n"
+        f"--quick tries all)"
     )
 
 
