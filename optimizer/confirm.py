@@ -23,9 +23,9 @@ from spectune.optimizer.parts import SPLIT, Parts, split
 from spectune.optimizer.timings import Expected, Timings, finite
 from spectune.traces.errors import TraceError
 
-LEVEL: Final = 0.985
-"""Two-sided level of the interval: its lower end is above the truth in 0.75% of confirmations; the
-rest of 1% is for noise with heavy tails on few requests (`bench/nulls.py`)."""
+LEVEL: Final = 0.99
+"""Two-sided level of the interval: its lower end is above the truth in one of 200 confirmations,
+and in fewer than one of 100 where requests are few and noise has heavy tails (`bench/nulls.py`)."""
 FLOOR: Final = 1.01
 """A ratio below is not worth a publication."""
 LEAST: Final = 5

@@ -22,32 +22,46 @@ class Parts(NamedTuple):
     confirm: list[int]
 
 
-def split(categories: Sequence[str]) -> Parts:
-    """The parts of a recording or workload, by the category of each request; the same each time.
+def deal(requests: Sequence[tuple[str, str | None]]) -> list[str]:
+    """The part of each request, a letter of :data:`SPLIT`, by its category and the part that it has
+    already, which stays.
 
-    A category's requests are dealt out in turn (:data:`SPLIT`), so that a prefix of the workload is
-    split like the whole; each category begins one place later than the one before, so that
-    categories of a request or two fill every part.
+    A category's requests are dealt out in turn, so that a prefix of a workload is dealt like all of
+    it; each category begins one place later than the one before, so that categories of a request or
+    two fill every part.
     """
-    parts: dict[str, list[int]] = {"s": [], "r": [], "c": []}
-    seen: dict[str, int] = {}
-    for i, category in enumerate(categories):
-        n = seen.setdefault(category, len(seen))
-        seen[category] = n + 1
-        parts[SPLIT[n % len(SPLIT)]].append(i)
-    return Parts(parts["s"], parts["r"], parts["c"])
+    place: dict[str, int] = {}
+    for category, part in requests:
+        place.setdefault(category, len(place))
+        place[category] += part is not None
+    parts = []
+    for category, part in requests:
+        if part is None:
+            part = SPLIT[place[category] % len(SPLIT)]
+            place[category] += 1
+        parts.append(part)
+    return parts
+
+
+def split(categories: Sequence[str]) -> Parts:
+    """The parts of a workload that is not recorded yet, by the category of each request."""
+    return _numbered(enumerate(deal([(category, None) for category in categories])))
 
 
 def recorded_parts(store: TraceStore, recording: str, ordinals: Sequence[int]) -> Parts:
     """The parts of some of a recording's requests, by their place in ``ordinals``.
 
-    All requests of the recording are dealt, damaged ones included: who cannot read one of them has
-    the others in the same parts as who can."""
-    categories = store.request_categories(recording)
-    place = {ordinal: i for i, ordinal in enumerate(ordinals)}
-    dealt = split(list(categories.values()))
-    numbers = [place.get(ordinal) for ordinal in categories]
-    return Parts(*([i for n in part if (i := numbers[n]) is not None] for part in dealt))
+    Each request is dealt once, damaged ones included, and its part is stored with it: who cannot
+    read one has the others in the same parts as who can, and what is recorded later moves none."""
+    parts = store.request_parts(recording, deal)
+    return _numbered((i, parts[n]) for i, n in enumerate(ordinals) if n in parts)
+
+
+def _numbered(parts: Iterable[tuple[int, str]]) -> Parts:
+    numbers: dict[str, list[int]] = {"s": [], "r": [], "c": []}
+    for number, part in parts:
+        numbers[part].append(number)
+    return Parts(numbers["s"], numbers["r"], numbers["c"])
 
 
 def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:

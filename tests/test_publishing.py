@@ -24,7 +24,7 @@ from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.jobs import tuning_job
-from spectune.optimizer.parts import recorded_parts
+from spectune.optimizer.parts import deal, recorded_parts
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
@@ -193,6 +193,20 @@ def test_a_damaged_panorama_moves_no_request_to_another_part(
     left = recorded_parts(store, info.id, range(1, 18))
     assert [n + 1 for n in left.confirm] == whole.confirm
     assert not {f"r{n}" for n in whole.confirm} & fitted_to
+
+
+def test_requests_recorded_later_move_no_other_to_another_part(store: TraceStore) -> None:
+    """Not even those of smaller ordinals, or of a category that comes first."""
+    store.put_pair("p", "p", {})
+    name = store.create_recording(Asked("p", None, Sampling(), 64)).id
+    texts = [a_trajectory(i, category="ab"[i % 2]) for i in range(40)]
+    for ordinals in (range(11, 30, 2), range(31, 40), range(30, 0, -2), range(0, 12)):
+        before = store.request_parts(name, deal)
+        store.append_trajectories(name, [(n, texts[n], ()) for n in ordinals if n not in before])
+        assert store.request_parts(name, deal).items() >= before.items()
+    parts = recorded_parts(store, name, range(40))
+    assert sorted(n for part in parts for n in part) == list(range(40))
+    assert [len(part) for part in parts] == pytest.approx([20, 8, 12], abs=1)
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

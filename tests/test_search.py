@@ -166,7 +166,7 @@ def test_only_a_confirmed_gain_is_published(
     assert (none.candidate, none.may_publish) == (incumbent, not published)
     confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
     made = decide(winner, incumbent, confirmed, in_force=published)
-    assert f"{ratio:.3f} times the incumbent's speed (98.5% interval {low:.3f} to" in made.reason
+    assert f"{ratio:.3f} times the incumbent's speed (99% interval {low:.3f} to" in made.reason
     assert f"on {requests} requests held out" in made.reason
     if why:
         assert (made.candidate, made.may_publish) == (incumbent, not published)

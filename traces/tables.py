@@ -130,6 +130,7 @@ class Trajectory(Value):
 
     Of a stored one ``steps`` are its executed rounds, ``rounds`` to ``seconds`` their sums, and
     ``by_policy`` these by policy id and by position (:class:`traces.acceptance.Survival`).
+    ``part`` is what a tuning uses it for (:mod:`optimizer.parts`), None until one does.
     """
 
     request_id: Mapped[str]
@@ -156,6 +157,7 @@ class Trajectory(Value):
     steps: Mapped[tuple[Step, ...] | None] = mapped_column(
         blobs.STEPS, deferred=True, repr=False, init=False, compare=False, sort_order=LAST
     )
+    part: Mapped[str | None] = mapped_column(String(1), init=False, compare=False)
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from operator import ge
 from typing import Any, Literal, NamedTuple, cast
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
@@ -25,6 +25,8 @@ from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorklo
 BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
+Deal = Callable[[Sequence[tuple[str, str | None]]], Sequence[str]]
+"""Gives requests parts, by the category of each and the part that it has already."""
 
 
 class Recorded(NamedTuple):
@@ -147,14 +149,30 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(query))
 
-    def request_categories(self, recording: str) -> dict[int, str]:
-        """The category of every request by ordinal, in order; of damaged ones too. Takes the
-        recording as :meth:`get_recording` does."""
+    def request_parts(self, recording: str, deal: Deal) -> dict[int, str]:
+        """The part of every request by ordinal, in order; of damaged ones too. Those that have none
+        yet are given the parts that ``deal`` returns for (category, part or None) of all, in one
+        transaction. Takes the recording as :meth:`get_recording` does."""
         t = Trajectory
+        name = self.resolve_recording(recording)
+        query = select(t.ordinal, t.category, t.part).where(t.recording_id == name)
+        query = query.order_by(t.ordinal)
         with self.database.read() as session:
-            name = resolve(session, Recording, recording)
-            of = select(t.ordinal, t.category).where(t.recording_id == name).order_by(t.ordinal)
-            return {row.ordinal: row.category for row in session.execute(of)}
+            rows = session.execute(query).all()
+        if any(part is None for _, _, part in rows):
+            with self.database.write() as session:
+                _locked(session, name)
+                rows = session.execute(query).all()
+                parts = deal([(category, part) for _, category, part in rows])
+                for (ordinal, _, before), part in zip(rows, parts, strict=True):
+                    if before is None:
+                        session.execute(
+                            update(t)
+                            .where(t.recording_id == name, t.ordinal == ordinal)
+                            .values(part=part)
+                        )
+                return {row.ordinal: part for row, part in zip(rows, parts, strict=True)}
+        return {ordinal: part for ordinal, _, part in rows}
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
