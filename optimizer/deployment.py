@@ -3,7 +3,7 @@ it was tuned for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,8 @@ def refusal(deployment: str, policy: Policy) -> str:
 
 def answers_in_words(answers: Iterable[Acknowledgement]) -> str:
     """What servers did with a publication, each once, the newest of its answers."""
-    newest = {answer.node: answer for answer in answers}
-    said = [f"{a.node} {a.status}{a.reason and f': {a.reason}'}" for a in newest.values()]
-    return "; ".join(said) or "nobody has applied it yet"
+    newest = {a.node: f"{a.node} {a.status}{a.reason and f': {a.reason}'}" for a in answers}
+    return "; ".join(newest.values()) or "nobody has applied it yet"
 
 
 def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:
@@ -102,47 +101,24 @@ def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:
 
 def sampling_of(trajectories: Iterable[Trajectory]) -> dict[str, Any] | None:
     """What all of some texts were sampled with (:func:`tuned_for`); None where they differ."""
-    found = [tuned_for(t.sampling, t.verifier) for t in trajectories]
-    return found[0] if found and all(one == found[0] for one in found) else None
+    samplings = [tuned_for(t.sampling, t.verifier) for t in trajectories]
+    return samplings[0] if samplings and samplings.count(samplings[0]) == len(samplings) else None
 
 
-def other_sampling(publication: Publication, sampling: Sampling, verifier: Verifier) -> str:
+def other_sampling(publication: Publication | None, sampling: Sampling, verifier: Verifier) -> str:
     """A line on a policy that is used under another sampling than it was tuned for; empty where it
-    is not, or nobody knows."""
-    now = tuned_for(sampling, verifier)
-    was, here = _differing(publication, now)
-    if not was:
+    is not, or that is not known. At temperature 0 nothing else of the sampling matters."""
+    then, now = publication and publication.sampling, tuned_for(sampling, verifier)
+    if publication is None or then is None or now["temperature"] == then.get("temperature") == 0:
         return ""
-    plain = {"top_k": 0, "top_p": 1.0, "verifier": "coupled"}
-    asked = [key for key in now if now[key] != plain.get(key)]
-    flags = _said({**now, "deployment": publication.deployment}, [*asked, "deployment"], " ", "--")
-    return f"{was} and is used at {here}; `tune {flags}` tunes for that"
-
-
-def tunes_over(publication: Publication | None, now: Mapping[str, Any] | None) -> str:
-    """A line on what is in force, where a tuning for another sampling may take its place; else
-    empty."""
-    was, here = _differing(publication, now)
-    keep = "may take its place: `--deployment NAME` keeps both"
-    return f"{was}; this tunes for {here} and {keep}" if was else ""
-
-
-def _differing(publication: Publication | None, now: Mapping[str, Any] | None) -> tuple[str, str]:
-    """What a publication was tuned at and what is asked of the same now, where these differ; else
-    empty. At temperature 0 nothing else of the sampling matters."""
-    then = publication.sampling if publication is not None else None
-    if publication is None or then is None or now is None:
-        return "", ""
-    if now["temperature"] == then.get("temperature") == 0:
-        return "", ""
     changed = [key for key, value in now.items() if key in then and then[key] != value]
-    where = f"version {publication.version} of deployment {publication.deployment}"
-    was = f"{where} was tuned at {_said(then, changed)}" if changed else ""
-    return was, _said(now, changed)
-
-
-def _said(
-    values: Mapping[str, Any], keys: Iterable[str], separator: str = ", ", before: str = ""
-) -> str:
-    said = (f"{before}{key.replace('_', '-')} {shortened(str(values[key]))}" for key in keys)
-    return separator.join(said)
+    if not changed:
+        return ""
+    was, here = (
+        ", ".join(f"{key.replace('_', '-')} {shortened(str(values[key]))}" for key in changed)
+        for values in (then, now)
+    )
+    return (
+        f"version {publication.version} of deployment {publication.deployment} was tuned at {was}, "
+        f"and this is {here}; tune for it, into another --deployment to keep both"
+    )

@@ -1,9 +1,8 @@
 """Tuning: the whole circle for one pair, device and workload. :data:`STAGES` is its order.
 
-Every stage stores what it made, and finds what an interrupted run had made: a recording is resumed,
+Every stage stores what it made, and uses what an interrupted run had made: a recording is resumed,
 a profile of the same environment is used again, the search is a function of both, and a publication
-carries an idempotency key. Runs under one key share what they make even where they are to begin
-anew.
+carries an idempotency key.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from spectune.optimizer.confirm import Confirmation, check_sample_size
 from spectune.optimizer.deployment import (
     Place,
     Superseded,
+    other_sampling,
     publish_winner,
     refusal,
     sampling_of,
-    tunes_over,
 )
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import fit_chooser
@@ -122,11 +121,9 @@ class TuneOptions:
         return (0, 0) if self.chains_only else (self.tree_width, self.tree_depth)
 
     def prices_trees(self, pair: LoadedPair) -> bool:
-        """Whether rounds of trees need costs: a head's chains are drafted, recorded and priced as
-        trees of width 1."""
-        return self.tree_size[0] > 0 or any(
-            d not in pair.chain_drafts for d in self.drafts_of(pair)
-        )
+        """Whether rounds of trees need costs: a head's chains are trees of width 1."""
+        drafts = self.drafts_of(pair)
+        return self.tree_size[0] > 0 or any(d not in pair.chain_drafts for d in drafts)
 
     def drafts_of(self, pair: LoadedPair) -> tuple[str, ...]:
         """The drafts to tune: those named, or all that the verifier can be used with."""
@@ -140,7 +137,7 @@ def tune(
     store: TraceStore,
     pair: LoadedPair,
     workload: Workload,
-    wanted: TuneOptions,
+    settings: TuneOptions,
     *,
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
@@ -151,28 +148,25 @@ def tune(
     while there is none) beyond noise on requests that neither search nor race has used. What came
     into force after the incumbent was read is never replaced: it was not compared. Raises
     PolicyError or TraceError when nothing can be searched, raced or confirmed, and what
-    ``wanted.guard`` raises.
+    ``settings.guard`` raises.
     """
-    tell_power(wanted, [r.category for r in workload.requests])
-    slot = (wanted.idempotency_key or "") if wanted.fresh else ""
+    tell_power(settings, [r.category for r in workload.requests])
+    slot = (settings.idempotency_key or "") if settings.fresh else ""
     began = clock()
-    chains = [d for d in wanted.drafts_of(pair) if d in pair.chain_drafts]
     info = record(
         store,
         pair,
         workload,
-        wanted.options,
-        Look(chains, wanted.gamma_max),
+        settings.options,
+        Look([d for d in settings.drafts_of(pair) if d in pair.chain_drafts], settings.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
-        fresh=wanted.fresh and not slot,
+        fresh=settings.fresh and not slot,
         reuse_complete=True,
         progress=progress,
     )
     seconds = {"record": clock() - began}
-    return tune_recording(
-        store, pair, info.id, wanted, seconds=seconds, progress=progress, clock=clock
-    )
+    return _run(Tuning(store, pair, info.id, settings, progress, clock, seconds))
 
 
 @kept_helpers()
@@ -180,30 +174,29 @@ def tune_recording(
     store: TraceStore,
     pair: LoadedPair,
     recording: str,
-    wanted: TuneOptions,
+    settings: TuneOptions,
     *,
-    seconds: Mapping[str, float] | None = None,
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
     """Tunes on an existing recording (of served traffic, say), whose texts say by what sampling and
-    verifier. ``seconds`` are those that stages took before. Raises TraceError where an engine
-    sampled them."""
-    if seconds is None:
-        requests = store.load(recording, (), skip_corrupted=True).requests
-        texts = [r.trajectory for r in requests]
-        parts = recorded_parts(store, recording, [r.ordinal for r in requests])
-        wanted = as_recorded(wanted, recording, texts[0])
-        tell_power(wanted, [t.category for t in texts], parts)
-    tuning = Tuning(store, pair, recording, wanted, progress, clock, dict(seconds or {}))
+    verifier. Raises TraceError where an engine sampled them."""
+    requests = store.load(recording, (), skip_corrupted=True).requests
+    settings = as_recorded(settings, recording, requests[0].trajectory)
+    parts = recorded_parts(store, recording, [r.ordinal for r in requests])
+    tell_power(settings, [r.trajectory.category for r in requests], parts)
+    return _run(Tuning(store, pair, recording, settings, progress, clock, {}))
+
+
+def _run(tuning: Tuning) -> Tuned:
     for name, stage in STAGES:
-        began = clock()
+        began = tuning.clock()
         stage(tuning)
-        tuning.seconds[name] = tuning.seconds.get(name, 0.0) + clock() - began
+        tuning.seconds[name] = tuning.seconds.get(name, 0.0) + tuning.clock() - began
     return tuning.conclude()
 
 
-def as_recorded(wanted: TuneOptions, recording: str, text: Trajectory) -> TuneOptions:
+def as_recorded(settings: TuneOptions, recording: str, text: Trajectory) -> TuneOptions:
     """A tuning by the sampling and the verifier of a recorded text, whatever was asked for. Raises
     TraceError for one that an engine sampled: no policy decodes it here."""
     if text.verifier == "greedy" and not text.sampling.greedy:
@@ -211,16 +204,18 @@ def as_recorded(wanted: TuneOptions, recording: str, text: Trajectory) -> TuneOp
             f"recording {recording} was sampled by an engine, which drafts greedily; "
             "`tune --arrivals recorded` tunes for an engine's traffic, or `record` its prompts here"
         )
-    how = replace(wanted.options, sampling=text.sampling, verifier=text.verifier)
-    return replace(wanted, options=how)
+    how = replace(settings.options, sampling=text.sampling, verifier=text.verifier)
+    return replace(settings, options=how)
 
 
-def tell_power(wanted: TuneOptions, categories: Sequence[str], parts: Parts | None = None) -> None:
+def tell_power(
+    settings: TuneOptions, categories: Sequence[str], parts: Parts | None = None
+) -> None:
     """Tells, before any work, what a confirmation on so many requests can show, and what the
     default verifier costs chains above temperature 0. Raises TraceError for too few requests."""
-    wanted.tell(check_sample_size(categories, publish=wanted.publish, parts=parts))
-    if wanted.options.verifier == "coupled" and not wanted.options.sampling.greedy:
-        wanted.tell(verifier_in_words())
+    settings.tell(check_sample_size(categories, publish=settings.publish, parts=parts))
+    if settings.options.verifier == "coupled" and not settings.options.sampling.greedy:
+        settings.tell(verifier_in_words())
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:
@@ -240,7 +235,7 @@ class Tuning:
     store: TraceStore
     pair: LoadedPair
     recording: str
-    wanted: TuneOptions
+    settings: TuneOptions
     progress: Progress
     clock: Callable[[], float]
     seconds: dict[str, float]
@@ -273,20 +268,16 @@ class Tuning:
 
     @property
     def drafts(self) -> tuple[str, ...]:
-        return self.wanted.drafts_of(self.pair)
+        return self.settings.drafts_of(self.pair)
 
     @property
     def chains(self) -> tuple[str, ...]:
         """Drafts whose chains are functions of the text: what is recorded first."""
         return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
 
-    @property
-    def candidates(self) -> Sequence[Policy]:
-        """The incumbent, or those that it chooses from."""
-        return self.incumbent.candidates
-
-    def look(self, wanted: Look) -> None:
-        look_around(self.store, self.pair, self.recording, wanted, progress=self.progress)
+    def look(self, spec: Look) -> None:
+        """Records what the recording lacks of panoramas."""
+        look_around(self.store, self.pair, self.recording, spec, progress=self.progress)
         self.open()
 
     def open(self, ranks: Mapping[tuple[str, str], Ranks] | None = None) -> None:
@@ -305,18 +296,19 @@ class Tuning:
 
     def search(self, trials: int, known: Study | None = None) -> None:
         """Replays policies on the search part; those of ``known`` are not replayed again."""
-        store, pair, wanted, first = self.store, self.pair, self.wanted, self.trace.trajectories[0]
+        store, pair, settings = self.store, self.pair, self.settings
+        first = self.trace.trajectories[0]
         earlier = earlier_winners(store, pair, first.verifier, first.sampling)
         with self.searched() as trace:
             self.study = search(
                 trace,
                 self.profile,
                 [d for d in self.drafts if d in self.chains or d in self.grown],
-                gamma_max=wanted.gamma_max,
+                gamma_max=settings.gamma_max,
                 trials=trials,
-                seed=wanted.seed,
+                seed=settings.seed,
                 incumbents=[
-                    *self.candidates,
+                    *self.incumbent.candidates,
                     *(p for p in earlier if p.draft in (*self.drafts, "none")),
                 ],
                 artifacts=self.artifacts,
@@ -332,14 +324,14 @@ class Tuning:
     def searched(self) -> Iterator[ReplayTrace | Shards]:
         """The search part: here, or on the workers that are asked for, for as long as they search
         (they know no shortlists)."""
-        if self.wanted.workers is None or self.shortlists:
+        if self.settings.workers is None or self.shortlists:
             yield self.trace.select(self.parts.search)
             return
         from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
 
         read = [Policy(draft=draft) for draft in sorted({*self.chains, *self.grown})]
         part = [self.ordinals[i] for i in self.parts.search]
-        with connected(self.wanted.workers) as client:
+        with connected(self.settings.workers) as client:
             info, count = self.store.get_recording(self.recording), len(homes(client))
             sources = stored_shards(
                 self.store, info, read, count, ordinals=part, skip_corrupted=True
@@ -348,47 +340,45 @@ class Tuning:
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
-        self.look(Look(self.chains, self.wanted.gamma_max))
+        self.look(Look(self.chains, self.settings.gamma_max))
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
-            check_sample_size(
-                [t.category for t in texts], publish=self.wanted.publish, parts=self.parts
-            )
+            categories = [t.category for t in texts]
+            check_sample_size(categories, publish=self.settings.publish, parts=self.parts)
         self.workload = checked(texts)
         for line in (*self.workload.lines(), *self._hardly_accepted(self.chains)):
-            self.wanted.tell(line)
+            self.settings.tell(line)
 
     def _hardly_accepted(self, drafts: Iterable[str]) -> list[str]:
         """Warnings of drafts that are next to never right on the recorded texts."""
         first = first_positions(self.store, self.recording)
-        wanted = {draft: first[draft] for draft in drafts if draft in first}
-        return hardly_accepted(wanted, self.pair.heads)
+        return hardly_accepted({d: first[d] for d in drafts if d in first}, self.pair.heads)
 
     def measure(self) -> None:
         """What rounds cost on this device, and with that, what there is to beat."""
-        store, pair, wanted, texts = self.store, self.pair, self.wanted, self.trace.trajectories
-        began = store.get_recording(self.recording).created_at if wanted.idempotency_key else None
-        self.active = store.active_publication(pair.id, pair.device.type, wanted.deployment)
+        store, pair, settings, texts = self.store, self.pair, self.settings, self.trace.trajectories
+        began = store.get_recording(self.recording).created_at if settings.idempotency_key else None
+        self.active = store.active_publication(pair.id, pair.device.type, settings.deployment)
         weighs = [p for p in _weighing_costs(self.active) if p.draft in pair.draft_names]
         trees = any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs)
         self.profile = profile_for(
             store,
             pair,
             tuple(dict.fromkeys((*self.drafts, *(p.draft for p in weighs)))),
-            gamma_max=wanted.gamma_max,
-            trees=trees or wanted.prices_trees(pair),
-            fresh=wanted.fresh,
+            gamma_max=settings.gamma_max,
+            trees=trees or settings.prices_trees(pair),
+            fresh=settings.fresh,
             trajectories=texts,
             own_since=began,
             progress=self.progress,
         )
-        line = tunes_over(self.active, sampling_of(texts)) if wanted.publish else ""
-        if line:
-            wanted.tell(f"warning: {line}")
-        verified = (texts[0].verifier, texts[0].sampling)
+        first = texts[0]
+        line = other_sampling(self.active, first.sampling, first.verifier)
+        if line and settings.publish:
+            settings.tell(f"warning: {line}")
         self.incumbent, self.unusable = in_force(
             self.active,
-            lambda policy: ready_plan(store, pair, policy, self.profile, *verified),
+            lambda p: ready_plan(store, pair, p, self.profile, first.verifier, first.sampling),
             "autoregression is the incumbent",
         )
         self.artifacts = fitted(store, pair.id)
@@ -396,7 +386,7 @@ class Tuning:
     def search_chains(self) -> None:
         """What needs no trees."""
         self.search(0)
-        trees = self.wanted.tree_size[0] > 0
+        trees = self.settings.tree_size[0] > 0
         self.grown = tuple(
             d for d in self.drafts if d != "ngram" and (trees or d not in self.pair.chain_drafts)
         )
@@ -404,19 +394,19 @@ class Tuning:
     def record_trees(self) -> None:
         """The trees that the recording lacks, and chains of heads."""
         if self.grown:
-            self.look(Look(self.grown, self.wanted.gamma_max, *self.wanted.tree_size))
+            self.look(Look(self.grown, self.settings.gamma_max, *self.settings.tree_size))
             for line in self._hardly_accepted(d for d in self.grown if d not in self.chains):
-                self.wanted.tell(line)
+                self.settings.tell(line)
 
     def fit(self) -> None:
         """Bins, classifiers, static trees and scores, fitted to the search part."""
-        if self.wanted.tree_size[0]:
+        if self.settings.tree_size[0]:
             self.trees = fit_trees(
                 self.store,
                 self.recording,
                 self.grown,
                 profile=self.profile.id,
-                seed=self.wanted.seed,
+                seed=self.settings.seed,
                 progress=self.progress,
             )
 
@@ -435,7 +425,7 @@ class Tuning:
         """Records the growths that read more than was recorded (C2T at a low threshold grows where
         EAGLE-2 would not), where what is known of them promises more than the best of the others;
         the drafts whose trees were recorded anew."""
-        wanted, size = self.wanted, self.wanted.tree_size
+        settings, size = self.settings, self.settings.tree_size
         if not size[0]:
             return []
         best = max((t.value for t in self.study.trials), default=0.0)
@@ -447,7 +437,7 @@ class Tuning:
             if cover.name in own or len(own) < MOST_COVERS:
                 own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
         for draft, own in covers.items():
-            look = Look([draft], wanted.gamma_max, *size, covers={draft: tuple(own.values())})
+            look = Look([draft], settings.gamma_max, *size, covers={draft: tuple(own.values())})
             look_around(self.store, self.pair, self.recording, look, progress=self.progress)
         return list(covers)
 
@@ -458,16 +448,16 @@ class Tuning:
         worth = {d: v for d, v in worth_trying(self.study.bounds).items() if d in self.grown}
         routed = [draft for draft, passes in worth.items() if "routed" in passes]
         self.shortlists = fit_shortlists(
-            *here, list(worth), routed=routed, seed=self.wanted.seed, progress=progress
+            *here, list(worth), routed=routed, seed=self.settings.seed, progress=progress
         )
-        replayed = [p for p in self.candidates if p.draft in self.grown]
+        replayed = [p for p in self.incumbent.candidates if p.draft in self.grown]
         ranks = ranks_for(*here, self.shortlists, replayed, progress=progress)
         if ranks:
             self.open(ranks)
 
     def search_all(self) -> None:
         """The joint space, shortlists included."""
-        self.search(self.wanted.trials, self.study)
+        self.search(self.settings.trials, self.study)
 
     def choose(self) -> None:
         """A choice by prompt between the best policies of the drafts, where that is predicted to
@@ -485,7 +475,7 @@ class Tuning:
                 list(best.values()),
                 self.profile,
                 {"recording": self.recording, "profile": profile},
-                seed=self.wanted.seed,
+                seed=self.settings.seed,
                 artifacts=self.artifacts,
                 progress=self.progress,
             )
@@ -514,8 +504,8 @@ class Tuning:
 
     def roles(self) -> dict[str, Policy]:
         """Who is executed, by role; a policy that has several roles appears under each."""
-        study, wanted, incumbent = self.study, self.wanted, self.incumbent
-        best = finalists(study, wanted.finalists)
+        study, settings, incumbent = self.study, self.settings, self.incumbent
+        best = finalists(study, settings.finalists)
         best += rivals(study, [trial.policy for trial in best])
         chosen = [incumbent if study.same(t.policy, incumbent) else t.policy for t in best]
         chosen += [self.choice] if self.choice is not None else []
@@ -523,14 +513,14 @@ class Tuning:
         roles["autoregressive"] = AUTOREGRESSIVE
         fixed = study.best(lambda policy: is_fixed(policy) and not policy.is_tree)
         if fixed is not None:
-            plain = transformers_heuristic(fixed.policy.draft, wanted.gamma_max)
+            plain = transformers_heuristic(fixed.policy.draft, settings.gamma_max)
             roles |= {"best fixed gamma": fixed.policy, "transformers heuristic": plain}
         return {**roles, "incumbent": incumbent}
 
     def race(self) -> None:
         """The best few, the incumbent and plain baselines race on requests that the search has not
         seen."""
-        trees = self.wanted.tree_size[0] > 0
+        trees = self.settings.tree_size[0] > 0
         self.bench = NativeBench(
             self.pair,
             self.trace,
@@ -544,8 +534,8 @@ class Tuning:
             self.bench,
             self.roles(),
             self.incumbent,
-            budget_s=self.wanted.budget_s,
-            tell=self.wanted.tell,
+            budget_s=self.settings.budget_s,
+            tell=self.settings.tell,
             clock=self.clock,
             progress=self.progress,
         )
@@ -555,23 +545,23 @@ class Tuning:
         self.confirmed, self.texts = confirm_winner(
             self.bench,
             self.raced,
-            budget_s=self.wanted.budget_s,
-            tell=self.wanted.tell,
+            budget_s=self.settings.budget_s,
+            tell=self.settings.tell,
             progress=self.progress,
         )
 
     def conclude(self) -> Tuned:
         """The results, published if the winner is to take the place of what is in force. Stores
         what the report draws beside the study."""
-        store, pair, wanted, raced = self.store, self.pair, self.wanted, self.raced
+        store, pair, settings, raced = self.store, self.pair, self.settings, self.raced
         decision = decide(
             raced.winner,
             raced.incumbent,
             self.confirmed,
             in_force=self.active is not None and not self.unusable,
-            publish=wanted.publish,
+            publish=settings.publish,
         )
-        doubted = doubts(self.profile, trees=wanted.prices_trees(pair))
+        doubted = doubts(self.profile, trees=settings.prices_trees(pair))
         tuned = Tuned(
             winner=decision.candidate,
             incumbent=raced.incumbent,
@@ -591,15 +581,15 @@ class Tuning:
             workload=self.workload,
             common_factor=common_factor(raced.race.timings),
         )
-        with wanted.publishing(tuned):
+        with settings.publishing(tuned):
             policy = decision.candidate.policy
             store.put_policy(policy.id, policy.spelled_out(), policy.label())
-            refused = refusal(wanted.deployment, policy)
+            refused = refusal(settings.deployment, policy)
             if decision.may_publish and refused:
                 tuned = replace(tuned, refused=refused)
             elif decision.may_publish:
                 tuned = self.published(tuned)
-        with wanted.publishing(tuned):
+        with settings.publishing(tuned):
             evidence, about = self.evidence(tuned), {"study": tuned.study}
             store.put_artifact(EVIDENCE, evidence, pair_id=pair.id, provenance=about)
         return tuned
@@ -607,18 +597,18 @@ class Tuning:
     def published(self, tuned: Tuned) -> Tuned:
         """Puts the winner in force with its evidence and the sampling it was tuned for, once per
         idempotency key."""
-        wanted = self.wanted
+        settings = self.settings
         made = publish_winner(
             self.store,
             self.pair.id,
-            Place(self.pair.device.type, wanted.deployment, self.active),
+            Place(self.pair.device.type, settings.deployment, self.active),
             tuned.winner.policy,
-            actor=wanted.actor,
+            actor=settings.actor,
             sampling=sampling_of(self.trace.trajectories),
             evidence=tuned.to_json(),
             reason=tuned.reason,
-            idempotency_key=wanted.idempotency_key,
-            guard=wanted.guard,
+            idempotency_key=settings.idempotency_key,
+            guard=settings.guard,
         )
         if isinstance(made, Superseded):
             reason = f"{made}; `tune --recording {tuned.recording}` compares with it"
@@ -632,7 +622,7 @@ class Tuning:
             "pair": f"{pair.spec.name} ({pair.id})",
             "device": pair.device.type,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
-            "deployment": self.wanted.deployment,
+            "deployment": self.settings.deployment,
             "sampling": sampling_in_words(trace.trajectories[0].sampling),
         }
         rounds = rounds_of_one(tuned, trace, self.profile, self.artifacts, pair.text)

@@ -131,7 +131,7 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
     tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append), progress=during)
     assert store.active_version(pair.id, "cpu", "canary") == other
     (line,) = [x for x in said if x.startswith("warning: version ")]
-    assert "was tuned at temperature 0.7; this tunes for temperature 0.0 and may take" in line
+    assert "was tuned at temperature 0.7, and this is temperature 0.0; tune for it" in line
     assert tuned.incumbent.policy == CHOSEN
     newest = store.list_publications(pair.id)[0]
     assert (tuned.published is None) == (newest.policy_id == CHOSEN.id)
