@@ -7,25 +7,23 @@ time, is most of it.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from joblib import cpu_count
+from joblib.externals.loky import get_reusable_executor
 from transformers.utils import logging as transformers_logging
 
 from spectune.runtime.loading import SMALL, LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import PairError, SpectuneError
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,229 +31,147 @@ Result = TypeVar("Result")
 PATIENCE_S = 20.0
 """Work of so many seconds is shared with other processes: to start one takes several, most of it
 imports."""
+IDLE_S = 60
+"""After so many seconds without work another process ends."""
+CONNECT_S = 10
+"""How long a Dask scheduler is waited for, and its first worker."""
+
+_cluster: ContextVar[tuple[Executor, int] | None] = ContextVar("_cluster", default=None)
 
 
-class _Wanted(NamedTuple):
-    """A pair as helpers load it."""
+class _PairKey(NamedTuple):
+    """A pair as another process loads it."""
 
     spec: PairSpec
     id: str
     device: str
     dtype: str
 
-    @classmethod
-    def like(cls, pair: LoadedPair) -> _Wanted:
-        dtype = str(pair.target.dtype).removeprefix("torch.")
-        return cls(pair.spec, pair.id, pair.device.type, dtype)
-
-
-class _Helpers:
-    """Processes that share this one's work, ``count`` of them, by the pair they have loaded; each
-    begins when it is first asked for."""
-
-    def __init__(self) -> None:
-        counted = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if counted else os.cpu_count() or 1
-        self.count = cores - 1
-        self._pools: dict[_Wanted, Executor] = {}
-
-    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
-        """Those who have a pair loaded; None where they could not help, or are not there and would
-        not be worth it for so long a wait."""
-        wanted = _Wanted.like(pair)
-        pool = self._pools.get(wanted)
-        if pool is not None and _works(pool):
-            return pool
-        # A small pair on a CPU computes on one thread; others use every core as they are.
-        small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
-        if not (small and self.count and wait_s > PATIENCE_S):
-            return None
-        # Those of the standard library run the user's script once more, which fails without a
-        # guard for `__main__`.
-        from joblib.externals.loky import ProcessPoolExecutor
-
-        begin = {"initializer": _begin, "initargs": (wanted, os.getpid())}
-        new: Executor = ProcessPoolExecutor(self.count, **begin)
-        self._pools[wanted] = new
-        return new
-
-    def end(self) -> None:
-        """Ends them, once each is done with what it is at."""
-        for pool in self._pools.values():
-            pool.shutdown()
-
-
-def _works(pool: Executor) -> bool:
-    """Whether a pool takes work: not once one of its processes was killed, idle or not."""
-    try:
-        _submitted(pool, os.getpid)
-    except RuntimeError:
-        return False
-    return True
-
-
-class _Workers:
-    """The workers of a Dask cluster, in their place: they help from the first item on. What a
-    killed one was at is done by another."""
-
-    def __init__(self, client: Client) -> None:
-        self.count = 2 * sum(client.nthreads().values())  # the next is there when one is done
-        self._executor: Executor = client.get_executor(pure=False)
-
-    def of(self, pair: LoadedPair, wait_s: float) -> Executor | None:
-        return self._executor
-
-    def end(self) -> None:
-        self._executor.shutdown(wait=False)
-
-
-_kept: ContextVar[_Helpers | _Workers | None] = ContextVar("_kept", default=None)
-
 
 @contextmanager
-def _keeping(helpers: _Helpers | _Workers) -> Iterator[None]:
-    token = _kept.set(helpers)
-    try:
-        yield
-    finally:
-        _kept.reset(token)
-        helpers.end()
-
-
-@contextmanager
-def kept_helpers() -> Iterator[None]:
-    """Within it, the processes that :func:`on_every_core` began stay for its next call."""
-    if _kept.get() is not None:
+def dask_workers(address: str | None) -> Iterator[None]:
+    """Within it, :func:`on_every_core` shares its work with the workers of the Dask scheduler at an
+    address (None: with processes of this machine), which load the pair from where it lies here.
+    Raises SpectuneError where Dask is not installed, nobody answers, or it goes away."""
+    if address is None:
         yield
         return
-    with _keeping(_Helpers()):
-        yield
-
-
-@contextmanager
-def helped_by(client: Client) -> Iterator[None]:
-    """Within it, :func:`on_every_core` shares its work with the workers of a Dask cluster, which
-    load the pair from where it lies here, instead of with processes of this machine."""
-    with _keeping(_Workers(client)):
-        yield
+    try:
+        from distributed import Client, KilledWorker
+        from distributed.client import FutureCancelledError
+        from distributed.comm import CommClosedError
+    except ImportError:
+        raise SpectuneError("--workers needs Dask: `pip install distributed`") from None
+    try:
+        client = Client(address, timeout=CONNECT_S)
+    except (OSError, ValueError) as error:
+        raise SpectuneError(
+            f"--workers {address}: no Dask scheduler answers there ({error}); `dask scheduler` "
+            "starts one"
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=CONNECT_S)
+            cluster = client.get_executor(pure=False), sum(client.nthreads().values())
+            token = _cluster.set(cluster)
+            try:
+                yield
+            finally:
+                _cluster.reset(token)
+        except TimeoutError:
+            raise SpectuneError(
+                f"--workers {address}: it has no workers; `dask worker {address}` starts one"
+            ) from None
+        except KilledWorker:
+            raise SpectuneError("workers were killed by the same work (is memory short?)") from None
+        except (FutureCancelledError, CommClosedError):
+            raise SpectuneError("the Dask scheduler is gone; run the command again") from None
 
 
 def on_every_core(
     pair: LoadedPair, work: Callable[[LoadedPair, Item], Result], items: Iterable[Item], count: int
 ) -> Generator[Result, None, None]:
-    """``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and depends
-    on its arguments alone.
+    """Yields ``work(pair, item)`` of every item, in order; ``work`` is a function of a module, and
+    depends on its arguments alone.
 
-    ``items``, ``count`` of them, may be made while they are drawn: other cores work on those there
-    are. They do where they would be idle, and what is left after an item would take more than
-    ``PATIENCE_S``; what they have no room for, or have not begun at the end, is done here. Results
-    are the same: each is computed by one thread either way. Close the iterator where it is left
-    early.
+    ``items``, ``count`` of them, may be made while they are drawn. Processes of this machine help
+    where cores would be idle and what remains would take more than ``PATIENCE_S``. Results are the
+    same: each is computed by one thread either way. Raises SpectuneError where one is killed.
     """
-    kept = _kept.get()
-    helpers = _Helpers() if kept is None else kept
-    wanted, spent_s, done = _Wanted.like(pair), 0.0, 0
-    pool: Executor | None = None
-    # A thread hands over one item at a time: what still waits for a thread can be taken back, which
-    # a pool of processes grants of none that it was given.
-    hands = ThreadPoolExecutor(max(1, helpers.count))
-    elsewhere: list[Future[Result]] = []
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
-
-    def here(item: Item) -> Future[Result]:
-        made = Future[Result]()
-        made.set_result(work(pair, item))
-        return made
-
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    key = _PairKey(pair.spec, pair.id, pair.device.type, dtype)
+    executor, helpers = _cluster.get() or (None, cpu_count() - 1)
+    # A small pair on a CPU computes on one thread; others use every core as they are.
+    is_small = pair.device.type == "cpu" and pair.target.num_parameters < SMALL
+    waiting: deque[Future[Result]] = deque()
+    seconds, done = 0.0, 0
     try:
         for item in items:
-            if pool is None:
-                pool = helpers.of(pair, spent_s / max(1, done) * (count - done))
-            elsewhere = [one for one in elsewhere if not one.done()]
-            if pool and len(elsewhere) < 2 * helpers.count:  # the next is there when one is done
-                elsewhere.append(hands.submit(_hand_over, pool, wanted, work, item))
-                waiting.append((item, elsewhere[-1]))
+            remaining_s = seconds / max(1, done) * (count - done)
+            if executor is None and is_small and helpers and remaining_s > PATIENCE_S:
+                start = {"initializer": _begin, "initargs": (key,), "timeout": IDLE_S}
+                executor = get_reusable_executor(helpers, **start)
+            # The next item is there when one is done.
+            if executor and sum(not future.done() for future in waiting) < 2 * helpers:
+                waiting.append(_submit(executor, _apply, key, work, item))
             else:
                 began = time.perf_counter()
-                waiting.append((item, here(item)))
-                spent_s, done = spent_s + time.perf_counter() - began, done + 1
-            while waiting and waiting[0][1].done():
-                yield waiting.popleft()[1].result()
+                waiting.append(Future())
+                waiting[-1].set_result(work(pair, item))
+                seconds, done = seconds + time.perf_counter() - began, done + 1
+            while waiting and waiting[0].done():
+                yield waiting.popleft().result()
         while waiting:
-            if not waiting[0][1].done():
-                newest_first = reversed(range(len(waiting)))
-                n = next((n for n in newest_first if waiting[n][1].cancel()), None)
-                if n is not None:
-                    item, _ = waiting[n]
-                    waiting[n] = item, here(item)
-                    continue
-            yield waiting.popleft()[1].result()
+            yield waiting.popleft().result()
     except BrokenExecutor as error:
         raise SpectuneError(
-            "a helper process was killed (is memory short?); what was stored is kept, run the "
+            "a helper process was killed (is memory short?); what was stored is safe, run the "
             "command again"
         ) from error
     finally:
-        hands.shutdown(wait=False, cancel_futures=True)
-        if kept is None:
-            helpers.end()
+        for future in waiting:
+            future.cancel()
 
 
-_loaded: tuple[_Wanted, LoadedPair] | None = None
-"""The pair of a helper."""
-_turn = threading.Lock()
-"""Of a helper's threads: one works at a time, as a pair's passes are made for one."""
+_loaded: dict[_PairKey, LoadedPair] = {}
+_lock = threading.Lock()
+"""Of a worker's threads one works at a time, as a pair's passes are made for one."""
 
 
-def _begin(wanted: _Wanted, parent: int) -> None:
-    """Loads the pair. Ctrl-C is the parent's to handle, and stderr its to write to; without a
-    parent the process ends."""
+def _begin(key: _PairKey) -> None:
+    """Ctrl-C is the parent's to handle, and stderr its to write to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _pair(wanted)
+    _pair(key)
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
-def _hand_over(
-    pool: Executor, wanted: _Wanted, work: Callable[[LoadedPair, Item], Result], item: Item
-) -> Result:
-    """Has an item done by a helper, and waits for it."""
-    done: Future[Result] = _submitted(pool, _apply, wanted, work, item)
-    return done.result()
-
-
-def _submitted(pool: Executor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Ctrl-C reaches every process of a terminal, and one that a pool begins here would say so
-    while it still loads: it inherits that the signal is blocked."""
+def _submit(executor: Executor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Ctrl-C reaches every process of a terminal, and one that starts here would say so while it
+    still loads: it inherits that the signal is blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(call, *arguments)
+        return executor.submit(call, *arguments)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _apply(wanted: _Wanted, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
-    with _turn, _pair(wanted).torch_threads():
-        return work(_pair(wanted), item)
+def _apply(key: _PairKey, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
+    with _lock:
+        pair = _pair(key)
+        with pair.torch_threads():
+            return work(pair, item)
 
 
-def _pair(wanted: _Wanted) -> LoadedPair:
-    """The pair, loaded where another was. Raises PairError where it is not the same here."""
-    global _loaded
-    if _loaded is None or _loaded[0] != wanted:
-        _loaded = None
-        made = load_pair(wanted.spec, device=wanted.device, dtype=wanted.dtype, threads=1)
-        if made.id != wanted.id:
+def _pair(key: _PairKey) -> LoadedPair:
+    """The pair, loaded in this process. Raises PairError where it is not the same here."""
+    if key not in _loaded:
+        _loaded.clear()
+        pair = load_pair(key.spec, device=key.device, dtype=key.dtype, threads=1)
+        if pair.id != key.id:
             raise PairError(
-                f"a worker has other weights at {wanted.spec.target} or its drafts: pair "
-                f"{made.id}, not {wanted.id}"
+                f"a worker has other weights at {key.spec.target} or its drafts: pair {pair.id}, "
+                f"not {key.id}"
             )
-        _loaded = wanted, made
-    return _loaded[1]
+        _loaded[key] = pair
+    return _loaded[key]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 
@@ -42,9 +42,6 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.tables import LatencyProfile
-
-if TYPE_CHECKING:
-    from spectune.optimizer.simulate.distributed import Shards
 
 PREDICTION_ERROR = 0.06
 """Relative difference in predicted tokens/s below which execution has to tell which policy is
@@ -238,7 +235,7 @@ def enumerated_shortlists(
 
 
 def search(
-    trace: ReplayTrace | Shards,
+    trace: ReplayTrace,
     profile: LatencyProfile,
     drafts: Sequence[str],
     *,
@@ -254,8 +251,8 @@ def search(
     kinds: Kinds = ALL_KINDS,
     bounded: bool = True,
 ) -> Study:
-    """Searches the joint space on a trace, or on shards of one that hold ``profile`` (no shortlists
-    then); ``gamma_max`` is the largest window tried (the panorama's, for policies with stops).
+    """Searches the joint space on a trace; ``gamma_max`` is the largest window tried (the
+    panorama's, for policies with stops).
     ``trees`` and ``shortlists`` say of each draft what may be tried (none by default). A shortlist
     is judged on each fold of its limit by what was fitted without it. Shortlists that could not win
     by :func:`shortlist_bounds` are left out, unless ``bounded`` is false. ``known``: what was tried
@@ -266,8 +263,6 @@ def search(
     the arguments alone.
     """
     trees, shortlists, known = trees or {}, shortlists or {}, known or Study((), seed, "")
-    if shortlists and not isinstance(trace, ReplayTrace):
-        raise ValueError("shortlists are judged by folds of a trace: search them in one process")
     done, missed = ({t.policy.id: t for t in found} for found in (known.trials, known.beyond))
     judge = _Judge(trace, profile, shortlists, artifacts, done, missed)
     for policy in incumbents:
@@ -312,7 +307,7 @@ class _Judge:
     """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read
     too much that was not recorded."""
 
-    trace: ReplayTrace | Shards
+    trace: ReplayTrace
     profile: LatencyProfile
     shortlists: Mapping[str, ShortlistLimit]
     artifacts: Artifacts | None
@@ -342,8 +337,6 @@ class _Judge:
         return self.done[key].value if key in self.done else None
 
     def _replayed(self, policy: Policy) -> Replay:
-        if not isinstance(self.trace, ReplayTrace):
-            return next(self.trace.replay([policy], approximate=True))
         replays = []
         for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft)):
             made = run_replay(

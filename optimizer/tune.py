@@ -8,10 +8,10 @@ carries an idempotency key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -31,7 +31,6 @@ from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
-from spectune.optimizer.processes import kept_helpers
 from spectune.optimizer.profiles import (
     common_factor,
     doubts,
@@ -71,9 +70,6 @@ from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
 from spectune.traces.tables import LatencyProfile, Publication, Trajectory
 
-if TYPE_CHECKING:
-    from spectune.optimizer.simulate.distributed import Shards
-
 MOST_COVERS = 4
 """Growths of one draft beyond the recording that are recorded as well; each makes every tree
 larger."""
@@ -88,8 +84,7 @@ class TuneOptions:
     raises where the caller may not; ``publishing`` is entered around it, and again around what is
     stored after it, with the results so far. What is in force in the ``deployment`` is the
     incumbent, and is what is replaced. ``tell`` is called with what a user should know before the
-    work goes on. ``workers``: who replay what is searched
-    (:func:`optimizer.simulate.distributed.connected`); None: this process."""
+    work goes on."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     drafts: tuple[str, ...] = ()
@@ -108,7 +103,6 @@ class TuneOptions:
     tell: Callable[[str], None] = lambda line: None
     tree_width: int = 8
     tree_depth: int = 8
-    workers: str | None = None
 
     @property
     def chains_only(self) -> bool:
@@ -132,7 +126,6 @@ class TuneOptions:
         )
 
 
-@kept_helpers()
 def tune(
     store: TraceStore,
     pair: LoadedPair,
@@ -169,7 +162,6 @@ def tune(
     return _run(Tuning(store, pair, info.id, settings, progress, clock, seconds))
 
 
-@kept_helpers()
 def tune_recording(
     store: TraceStore,
     pair: LoadedPair,
@@ -299,44 +291,25 @@ class Tuning:
         store, pair, settings = self.store, self.pair, self.settings
         first = self.trace.trajectories[0]
         earlier = earlier_winners(store, pair, first.verifier, first.sampling)
-        with self.searched() as trace:
-            self.study = search(
-                trace,
-                self.profile,
-                [d for d in self.drafts if d in self.chains or d in self.grown],
-                gamma_max=settings.gamma_max,
-                trials=trials,
-                seed=settings.seed,
-                incumbents=[
-                    *self.incumbent.candidates,
-                    *(p for p in earlier if p.draft in (*self.drafts, "none")),
-                ],
-                artifacts=self.artifacts,
-                trees=self.trees,
-                shortlists=self.shortlists,
-                known=known,
-                progress=lambda done, total, best: self.progress(
-                    f"search, best {best:.0f} tokens/s", done, total
-                ),
-            )
-
-    @contextmanager
-    def searched(self) -> Iterator[ReplayTrace | Shards]:
-        """The search part: here, or on the workers that are asked for, for as long as they search
-        (they know no shortlists)."""
-        if self.settings.workers is None or self.shortlists:
-            yield self.trace.select(self.parts.search)
-            return
-        from spectune.optimizer.simulate.distributed import Shards, connected, homes, stored_shards
-
-        read = [Policy(draft=draft) for draft in sorted({*self.chains, *self.grown})]
-        part = [self.ordinals[i] for i in self.parts.search]
-        with connected(self.settings.workers) as client:
-            info, count = self.store.get_recording(self.recording), len(homes(client))
-            sources = stored_shards(
-                self.store, info, read, count, ordinals=part, skip_corrupted=True
-            )
-            yield Shards(client, sources, self.profile)
+        self.study = search(
+            self.trace.select(self.parts.search),
+            self.profile,
+            [d for d in self.drafts if d in self.chains or d in self.grown],
+            gamma_max=settings.gamma_max,
+            trials=trials,
+            seed=settings.seed,
+            incumbents=[
+                *self.incumbent.candidates,
+                *(p for p in earlier if p.draft in (*self.drafts, "none")),
+            ],
+            artifacts=self.artifacts,
+            trees=self.trees,
+            shortlists=self.shortlists,
+            known=known,
+            progress=lambda done, total, best: self.progress(
+                f"search, best {best:.0f} tokens/s", done, total
+            ),
+        )
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""

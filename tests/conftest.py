@@ -47,7 +47,7 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_d
 AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 SLOWEST = (
-    "cli_flow schedule_workers db store schedule_store outage at_hand transfer imports "
+    "cli_flow schedules db store outage at_hand transfer imports "
     "kill openvino shortlists parity serving shortlist_replay python publishing by_prompt "
     "processes distributed tree_parity shortlist_tuning pair head_states models head_drafting "
     "fit_commands schedule_retries docs borders vllm"

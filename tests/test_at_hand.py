@@ -37,13 +37,13 @@ NOW = datetime(2026, 11, 22, 14, 3, tzinfo=UTC)
 
 LIGHT = (
     *("db check", "db list", "db list runs", "db show rec", "traces list", "traces show"),
-    *("traces stats", "traces query", "schedule history"),
+    *("traces stats", "traces query"),
     *("policies list --pair demo", f"policies show {POLICY_ID} --pair demo"),
     *(f"policies diff '{FIXED}' {POLICY_ID} --pair demo", "run --pair nope.json"),
     *(f"policies export '{FIXED}' --pair demo --for vllm", "generate hi --pair nope.json"),
     *("tune --pair demo --workload nope.jsonl", "run --pair demo --policy nope.json"),
-    *("record --pair demo --policy nope", "schedule add x --pair demo --every 6h"),
-    *("schedule show x", "schedule list"),
+    *("record --pair demo --policy nope", "schedule add x --pair demo --cron @daily"),
+    *("schedule list"),
 )
 QUICK = (
     *(([*path, "--help"], (*MODELS, "numba"), 800) for path, _ in every_command()),
@@ -119,11 +119,11 @@ def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("traces list", "traces stats", "traces query", "schedule list", "schedule show x"),
+        *("traces list", "traces stats", "traces query", "schedule list"),
         *("db list", "db show x", "db check", "db prune --keep-last 1", "policies list"),
         *("policies export --pair demo", "policies rollback --pair demo"),
         *("simulate --policy nope", "--db a/b/c.db record --pair demo"),
-        *("--db a/b/c.db schedule add x --pair demo --every 6h", "record --resume latest"),
+        *("--db a/b/c.db schedule add x --pair demo --cron @daily", "record --resume latest"),
         *("run --pair nope.json", "run --pair demo --policy nope", "traces import nope.db"),
         *("tune --pair demo --workload nope.jsonl", "schedule add x --pair demo --cron 99"),
         *("fit chooser --pair demo", "policies activate nope --pair demo"),

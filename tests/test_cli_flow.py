@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,8 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.jobs import tuning_options
+from spectune.optimizer.schedule.settings import TuneSettings
+from spectune.optimizer.schedule.tuning import tune_options
 from spectune.optimizer.tune import TuneOptions
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
@@ -370,63 +370,45 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     assert door.call(*shown[3:]).exit_code == 0, "what is printed can be typed"
 
 
-def test_schedules(door: Door, folder: Path, workload: Options, tuned: dict[str, Any]) -> None:
-    add: Options = {"trials": 8, "budget": "5m"}
-    cron = {"cron": "0 3 * * *", "tz": "Europe/Berlin"}
-    first = door.json("schedule add nightly", **add, **workload, **cron)
-    assert first["enabled"] is True
-    wanted = TuneOptions(DecodeOptions(Sampling(), 16), trials=8, fresh=True)
-    assert tuning_options(first["payload"]) == wanted
+def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None:
     law = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 3, "verifier": "rejection"}
     texts = {"stop": "END", "no_chat": True, "max_new_tokens": 40}
-    searched = {"gamma_max": 5, "tree_width": 4, "tree_depth": 6, "finalists": 2}
-    there: Options = {"deployment": "canary", "every": "6h"}
-    other = door.json("schedule add other", **add, **law, **texts, **searched, **there)
-    assert tuning_options(other["payload"]) == TuneOptions(
+    searched = {"trials": 8, "gamma_max": 5, "tree_width": 4, "tree_depth": 6, "finalists": 2}
+    there: Options = {"deployment": "canary", "cron": "0 3 * * *", "tz": "Europe/Berlin"}
+    how = {**law, **texts, **searched, **there, "budget": "5m"}
+    added = door.json("schedule add nightly", **workload, **{**texts, **how})
+    assert tune_options(TuneSettings.read(added["settings"])) == TuneOptions(
         DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
-        trials=8,
+        budget_s=300.0,
         fresh=True,
         deployment="canary",
         **searched,
     )
-    chains = door.json("schedule add chains", **add, every="6h", tree_width=0)
-    options = tuning_options(chains["payload"])
-    assert (options.tree_width, options.tree_depth) == (0, 0)
-    for name in ("other", "chains"):
+    chains = door.json("schedule add chains", cron="@hourly", tree_width=0)["settings"]
+    assert (chains["tree_width"], chains["tree_depth"]) == (0, 0)
+    assert [s["name"] for s in door.json("schedule list")["schedules"]] == ["chains", "nightly"]
+    for name in ("chains", "nightly"):
         door.json("schedule remove", name)
-    door.json("schedule add drift", **add, every="6h", recorded="24h")
-    again = door.call("schedule add drift", **add, every="6h")
-    assert again.exit_code == 2
-    assert "drift" in again.stderr
-    assert [s["name"] for s in door.json("schedule list")["schedules"]] == ["drift", "nightly"]
-    assert door.json("schedule show drift")["payload"]["recorded"] == "24h"
-    assert door.json("schedule pause nightly")["enabled"] is False
-    assert door.json("schedule resume nightly")["enabled"] is True
-    door.json("schedule remove nightly")
-    assert [s["name"] for s in door.json("schedule list")["schedules"]] == ["drift"]
-    ended = dict.fromkeys(("noticed", "done", "failed", "lost", "released"), 0)
-    assert door.json("schedule run-once") == ended
+    assert door.json("schedule list")["schedules"] == []
 
 
 def test_a_schedule_tunes_on_what_was_recorded(
     door: Door, workload: Options, tuned: dict[str, Any]
 ) -> None:
-    """A slot that is due decodes nothing: it samples what was recorded, tunes, and publishes or
-    says why not."""
+    """What is due decodes nothing: it samples what was recorded, tunes, and publishes or says why
+    not."""
     before = door.json("policies list")["publications"]
-    searched = {"trials": 4, "budget": "3s", "gamma_max": 6, "tree_width": 2, "tree_depth": 2}
-    door.json("schedule add now", **searched, every="1s", recorded="24h")
-    time.sleep(1.1)
-    ran = door.call("schedule run-once", json=True)
-    report = one_object(ran.stdout)
-    assert (report["done"], report["failed"]) == (1, 0), ran.stderr
-    door.json("schedule pause now")
-    history = door.json("schedule history now")["history"]
-    result = next(f["job"]["result"] for f in history if f["job"])
+    searched = {"trials": 4, "budget": "1s", "gamma_max": 6, "tree_width": 2, "tree_depth": 2}
+    door.json("schedule add drift --now", **searched, cron="@daily", recorded="24h")
+    ran = door.call("schedule run --once", json=True)
+    assert one_object(ran.stdout) == {"done": 1, "failed": 0, "lost": 0, "released": 0}, ran.stderr
+    (row,) = door.json("schedule list drift")["schedules"]
+    (attempt,) = row["attempts"]
+    result = attempt["result"]
+    assert row["last"]["result"] == result
     assert result["reason"]
     assert Path(result["report"]).read_text().startswith("<!DOCTYPE html>")
     assert f"its page is {result['report']}" in ran.stderr
-    assert door.json("schedule list")["schedules"][-1]["report"] == result["report"]
     after = door.json("policies list")["publications"]
     if result["published"] is None:
         assert after == before
@@ -438,7 +420,8 @@ def test_a_schedule_tunes_on_what_was_recorded(
     gathered = next(r for r in recordings if r["id"] == result["recording"])
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert gathered["n_requests"] >= 6
-    assert door.call("schedule history now").exit_code == 0
+    assert door.call("schedule list drift").exit_code == 0
+    door.json("schedule remove drift")
 
 
 @pytest.mark.parametrize("asked", [{}, {"report": "page.html"}])

@@ -10,10 +10,8 @@ import click
 import pytest
 from doors import FIXED, Door, commands, write_lines, write_workload
 
-from spectune.optimizer.commands.schedules import _from_anywhere
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.payload import tuning_workload
-from spectune.optimizer.schedule import ScheduleError
+from spectune.optimizer.schedule.settings import TuneSettings
 from spectune.traces.errors import WorkloadError
 
 
@@ -76,7 +74,7 @@ def test_arguments_that_are_no_text_cost_one_line(door: Door, bad: str) -> None:
     for command in ("run --pair", "policies show", "traces list --category", "generate"):
         assert "no text" in door.error(command, bad)
     assert "no text" in door.error("policies activate", FIXED, reason=bad)
-    assert "no text" in door.error("schedule add", bad, every="6h")
+    assert "no text" in door.error("schedule add", bad, cron="@daily")
 
 
 def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes() -> None:
@@ -110,7 +108,7 @@ def test_several_turns_are_a_choice_and_never_dropped_in_silence(chats: Path) ->
     assert prompts(chats, turns="all") == [("a", "one"), ("b", "first"), *more]
 
 
-@pytest.mark.parametrize("command", ["record", "run", "tune", "schedule add nightly --every 6h"])
+@pytest.mark.parametrize("command", ["record", "run", "tune", "schedule add nightly --cron @daily"])
 def test_every_command_that_reads_a_workload_asks_for_the_choice(
     door: Door, chats: Path, command: str
 ) -> None:
@@ -124,21 +122,14 @@ def test_the_choice_of_turns_is_kept_by_a_schedule(
     door: Door, chats: Path, turns: str, count: int
 ) -> None:
     choice = {f"{turns}_turn{'s' if turns == 'all' else ''}": True}
-    added = door.json("schedule add n --every 6h", workload=chats, **choice)
-    assert added["payload"]["turns"] == turns
-    assert len(tuning_workload(added["payload"]).requests) == count
+    added = door.json("schedule add n --cron @daily", workload=chats, **choice)
+    assert added["settings"]["turns"] == turns
+    assert len(TuneSettings.read(added["settings"]).load_workload().requests) == count
 
 
 def test_a_schedules_files_are_found_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Door, chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert _from_anywhere("demo") == "demo"
-    assert _from_anywhere("w.jsonl") == f"{tmp_path}/w.jsonl"
-
-
-def test_a_payload_of_no_choice_is_refused(chats: Path) -> None:
-    with pytest.raises(WorkloadError, match="3 turns"):
-        tuning_workload({"workload": [str(chats)], "turns": None})
-    with pytest.raises(ScheduleError, match="turns"):
-        tuning_workload({"workload": [str(chats)], "turns": "both"})
+    monkeypatch.chdir(chats.parent)
+    cron = "schedule add n --cron @daily --first-turn"
+    assert door.json(cron, workload=chats.name)["settings"]["workload"] == [str(chats)]

@@ -145,7 +145,7 @@ def test_init_writes_a_file_that_says_every_key(folder: Path) -> None:
     "command",
     [
         *("tune", "record", "run", "generate x", "profile", f"policies activate '{FIXED}'"),
-        *("policies rollback", "policies show", "schedule add n --every 1h"),
+        *("policies rollback", "policies show", "schedule add n --cron @daily"),
         "fit clusters --draft near",
     ],
 )

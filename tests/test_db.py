@@ -238,7 +238,7 @@ def test_a_locked_file_is_unavailable(tmp_path: Path, monkeypatch: pytest.Monkey
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError, match="is busy: another process"):
             put(database)
-        assert "is busy" in Door(url).refused("schedule add n --every 1h --pair demo")
+        assert "is busy" in Door(url).refused("schedule add n --cron @daily --pair demo")
 
 
 def test_a_full_disk_is_unavailable_and_costs_one_line(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from databases import Server, opened, put_in_force, server_binaries
 from doors import put_made_up_profile, write_workload
 from recorded_texts import asked, plain_texts
 from synthetic import policy
-from test_publishing import payload
-from test_schedule_store import HOUR, T0
+from test_publishing import settings
+from test_schedules import HOUR, T0
 from waiting import eventually
 
 from spectune.db import UnavailableError
-from spectune.optimizer.jobs import tuning_job
-from spectune.optimizer.schedule import Job, add_schedule, history, run_worker
+from spectune.db.schedules import Schedule
+from spectune.optimizer.schedule import add_schedule, list_schedules, run_worker
+from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -55,16 +56,14 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
 
     with opened(server.url) as store:
 
-        def job() -> Job:
-            (fire,) = history(store.database, "nightly")
-            assert fire.job is not None
-            return fire.job
+        def row() -> Schedule:
+            return list_schedules(store.database, "nightly")[0]
 
         put_made_up_profile(store, pair)
         served = {"deployment": "served"}
         first = put_in_force(store, pair.id, policy("near", 2), **served)
-        work = payload(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
-        add_schedule(store.database, "nightly", every="1h", now=T0, budget="3s", payload=work)
+        work = settings(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
+        add_schedule(store.database, "nightly", "@hourly", work, now=T0)
         execute = tuning_job(store, load=lambda *_, **__: pair, progress=crash_amid)
         how = {"poll_s": 0.05, "stop": end, "clock": lambda: T0 + HOUR}
         worker = threading.Thread(target=run_worker, args=(store.database, execute), kwargs=how)
@@ -83,9 +82,9 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
                 back = time.monotonic()
                 second = put_in_force(store, pair.id, policy("near", 4), **served)
                 eventually(lambda: source.current().version == second)
-                eventually(lambda: job().attempt == 2)  # the worker runs the tuning again
+                eventually(lambda: row().attempt == 2)  # the worker runs the tuning again
                 assert time.monotonic() - back < WITHIN_S
-                eventually(lambda: job().state == "done")
+                eventually(lambda: (row().last or {}).get("outcome") == "done")
             finally:
                 end.set()
                 worker.join(60)

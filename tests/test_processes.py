@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from databases import opened
+from distributed import Client, LocalCluster
 from doors import Door, write_workload
 from joblib.externals.loky import ProcessPoolExecutor
 
 from spectune.optimizer import processes
-from spectune.optimizer.processes import _submitted, kept_helpers, on_every_core
+from spectune.optimizer.processes import _submit, dask_workers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
 from spectune.traces.tables import Panorama
@@ -37,13 +40,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
     return door
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_cores(recorded: Door) -> Iterator[None]:
-    """One helper beside this process, kept for all tests: to start one takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-        with kept_helpers():
-            yield
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One helper beside this process, whatever machine this is; it stays from test to test."""
+    monkeypatch.setattr(processes, "cpu_count", lambda: 2)
 
 
 def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
@@ -75,22 +75,6 @@ def test_results_come_in_order_from_this_process_and_others(
     others = {who for _, who in first} - {os.getpid()}
     assert len(others) == 1
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
-
-
-def slow_elsewhere(pair: LoadedPair, item: int) -> tuple[int, int]:
-    time.sleep(1.0 if parent_process() else 0.0)
-    return item, os.getpid()
-
-
-def test_what_helpers_have_not_begun_at_the_end_is_done_here(
-    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the two that a helper was given it is at the first."""
-    monkeypatch.setattr(processes, "PATIENCE_S", 0.0)
-    list(on_every_core(pair, squared, range(4), 4))  # the helper is there
-    found = list(on_every_core(pair, slow_elsewhere, range(3), 3))
-    assert [value for value, _ in found] == [0, 1, 2]
-    assert [who == os.getpid() for _, who in found] == [False, True, True]
 
 
 def test_errors_arrive_and_what_is_left_early_is_dropped(
@@ -149,6 +133,52 @@ def test_a_killed_helper_is_said_and_replaced(
 def test_a_process_that_begins_hears_no_interrupt() -> None:
     """It would print a traceback while it still imports; here the signal is heard as before."""
     with ProcessPoolExecutor(1) as pool:
-        there = _submitted(pool, signal.pthread_sigmask, signal.SIG_BLOCK, ())
+        there = _submit(pool, signal.pthread_sigmask, signal.SIG_BLOCK, ())
         assert signal.SIGINT in there.result()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+# --- a Dask cluster
+
+
+def test_two_dask_workers_record_what_one_process_does(tiny_pair: Path, tmp_path: Path) -> None:
+    """Over TCP. They are threads here: processes would import torch for it."""
+    made: list[Any] = []
+    workload = write_workload(tmp_path / "w.jsonl", 3)
+    options = ("--workload", workload, "--max-new-tokens", 12, *TREES)
+    threads = {"processes": False, "protocol": "tcp://", "threads_per_worker": 1}
+    with LocalCluster(n_workers=2, dashboard_address="127.0.0.1:0", **threads) as cluster:
+        for name, more in (("alone", ()), ("shared", ("--workers", cluster.scheduler_address))):
+            door = Door(str(tmp_path / f"{name}.db"))
+            recording = door.json("record", "--pair", tiny_pair, *options, *more)["recording"]
+            with opened(door.db) as store:
+                requests = store.load(recording).requests
+            made.append([(r.trajectory, r.panoramas) for r in requests])
+    assert made[0] == made[1]
+    assert {draft for _, panoramas in made[0] for draft in panoramas} == {"near", "far", "ngram"}
+
+
+def test_a_dask_worker_that_dies_costs_no_result(pair: LoadedPair) -> None:
+    """What it was at is done by the other; processes, as only those can be killed."""
+    how = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with (
+        LocalCluster(silence_logs="CRITICAL", **how) as cluster,
+        closing(Client(cluster)) as client,
+        dask_workers(cluster.scheduler_address),
+    ):
+        results = on_every_core(pair, squared, range(200), 200)
+        first = [next(results) for _ in range(3)]
+        os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+        values = [value for value, _ in (*first, *results)]
+    assert values == [n * n for n in range(200)]
+
+
+def test_a_cluster_that_cannot_be_used_is_said(
+    recorded: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "CONNECT_S", 0.5)
+    asked = ("record", "--pair", recorded.pair, "--resume", "latest", *TREES, "--workers")
+    assert "no Dask scheduler answers there" in recorded.refused(*asked, "tcp://127.0.0.1:9")
+    assert "is no Dask scheduler's address" in recorded.call(*asked, "two").output
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert "`pip install distributed`" in recorded.refused(*asked, "tcp://127.0.0.1:9")

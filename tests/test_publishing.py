@@ -14,7 +14,7 @@ from databases import put_in_force
 from doors import Door, put_made_up_profile, write_workload
 from sqlalchemy import text
 from synthetic import policy
-from test_schedule_store import HOUR, T0
+from test_schedules import HOUR, T0
 from trace_values import a_trajectory
 
 from spectune.db.database import Database
@@ -23,12 +23,11 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import search_texts
-from spectune.optimizer.jobs import tuning_job
 from spectune.optimizer.parts import deal, recorded_parts
 from spectune.optimizer.record import Look, record
 from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
-from spectune.optimizer.schedule import claims
+from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.tune import TuneOptions, tune, tune_recording
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair
@@ -289,18 +288,18 @@ class Overtaken(TraceStore):
 
 def taken_over(database: Database) -> None:
     with database.write() as session:
-        session.execute(text("UPDATE schedule_job SET lease_until = 1"))
-    assert claims.claim(database, "other", lease_s=60) is not None
+        session.execute(text("UPDATE schedule SET lease_until = '2000-01-01 00:00:00.000000'"))
+    assert schedules.claim(database, "other", lease_s=60) is not None
 
 
 def removed(database: Database) -> None:
     schedules.remove_schedule(database, "nightly")
 
 
-def payload(pair: LoadedPair, workload: Path) -> dict[str, Any]:
+def settings(pair: LoadedPair, workload: Path) -> dict[str, Any]:
     searched = {"gamma_max": 5, "trials": 2, "finalists": 1, "tree_width": 0}
     about = {"pair": pair.spec.to_json(), "device": "cpu", "workload": [str(workload)]}
-    return {**about, "max_new_tokens": 8, **searched, "fresh": True}
+    return {**about, "max_new_tokens": 8, **searched, "budget": "3s", "fresh": True}
 
 
 @pytest.mark.parametrize(
@@ -312,12 +311,11 @@ def test_who_lost_the_job_publishes_nothing(
     """However late it was lost: the token is looked at in the transaction that publishes."""
     store = Overtaken(database)
     put_made_up_profile(store, pair)
-    asked = payload(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
-    how: dict[str, Any] = {"every": "1h", "now": T0, "budget": "3s", "payload": asked}
-    schedules.add_schedule(database, "nightly", **how)
+    asked = settings(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
+    schedules.add_schedule(database, "nightly", "@hourly", asked, now=T0)
     store.lose.append(lambda: lose(database))
     execute = tuning_job(store, load=lambda *_args, **_kw: pair)
-    report = schedules.run_once(database, execute, clock=lambda: T0 + HOUR)
+    outcomes = schedules.run_worker(database, execute, once=True, clock=lambda: T0 + HOUR)
     assert store.lose == [], "it came as far as publishing"
-    assert report.ended == {"done": 0, "failed": 0, "lost": 1, "released": 0}
+    assert outcomes == {"done": 0, "failed": 0, "lost": 1, "released": 0}
     assert store.list_publications() == ()

@@ -12,7 +12,7 @@ from doors import Door
 from transformers import AutoTokenizer
 
 import spectune
-from spectune.optimizer.payload import tuning_workload
+from spectune.optimizer.schedule.settings import TuneSettings
 from spectune.traces.errors import WorkloadError
 
 PLAIN = (
@@ -195,4 +195,4 @@ def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> N
         spectune.run("autoregressive", prompts=file, db=chats.door.db, bad_rows="error", **how)
     payload = {"pair": {}, "workload": [str(file)], "bad_rows": "error"}
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
-        tuning_workload(payload)
+        TuneSettings.read(payload).load_workload()

@@ -4,22 +4,20 @@ one finds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from doors import put_made_up_profile, write_workload
-from test_publishing import HOUR, T0, payload
+from test_publishing import HOUR, T0, settings
 from trace_values import a_panorama, a_trajectory, damage
 
-from spectune.optimizer import jobs
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.jobs import gather, tuning_job
 from spectune.optimizer.record import begun_as
-from spectune.optimizer.schedule import Execute, Job, JobContext
-from spectune.optimizer.tune import TuneOptions
+from spectune.optimizer.schedule import Job
+from spectune.optimizer.schedule.tuning import tuning_job
+from spectune.optimizer.schedule.worker import Run
+from spectune.optimizer.traffic import gather
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
@@ -34,15 +32,13 @@ REQUESTS = 18
 @pytest.fixture
 def hourly(store: TraceStore, pair: LoadedPair, tmp_path: Path) -> str:
     """The name of a schedule, as `schedule add` stores it."""
-    asked = payload(pair, write_workload(tmp_path / "w.jsonl", REQUESTS))
-    return schedules.add_schedule(
-        store.database, "nightly", every="1h", now=T0, budget="3s", payload=asked
-    ).name
+    texts = settings(pair, write_workload(tmp_path / "w.jsonl", REQUESTS))
+    return schedules.add_schedule(store.database, "nightly", "@hourly", texts, now=T0).name
 
 
 def work(
     store: TraceStore, pair: LoadedPair, hours: int, *, dies_in: str = "", after: int = 0
-) -> schedules.WorkReport:
+) -> dict[str, int]:
     """A worker at the slot of that hour; in a phase, or ``after`` so many of its steps, it is
     gone."""
 
@@ -53,9 +49,10 @@ def work(
     def load(*_arguments: object, **_how: object) -> LoadedPair:
         return pair
 
-    return schedules.run_once(
+    return schedules.run_worker(
         store.database,
         tuning_job(store, load=load, progress=progress),
+        once=True,
         clock=lambda: T0 + hours * HOUR,
     )
 
@@ -79,7 +76,7 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
         with pytest.raises(SystemExit, match="profile"):
             work(store, pair, 1)
     put_made_up_profile(store, pair)  # what that attempt would have measured
-    assert work(store, pair, 1).ended["done"] == 1
+    assert work(store, pair, 1)["done"] == 1
     (made,) = store.list_recordings()
     assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
     assert len([*store.profiles()]) == 2
@@ -196,12 +193,12 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         store, load=lambda *_arguments, **_how: pair, page=lambda study: f"{study}.html"
     )
 
-    def dies(job: Job, context: JobContext) -> Mapping[str, Any]:
-        execute(job, context)
+    def dies(job: Job) -> Mapping[str, Any]:
+        execute(job)
         raise SystemExit
 
-    def at_work(how: Execute) -> schedules.WorkReport:
-        return schedules.run_once(store.database, how, clock=lambda: T0 + HOUR)
+    def at_work(run: Run) -> dict[str, int]:
+        return schedules.run_worker(store.database, run, once=True, clock=lambda: T0 + HOUR)
 
     # A profile newer than the slot's recording, which begins now.
     with pytest.raises(SystemExit, match="decode"):
@@ -210,11 +207,10 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
     with pytest.raises(SystemExit):
         at_work(dies)
     (published,) = store.list_publications()
-    assert at_work(execute).ended["done"] == 1
+    assert at_work(execute)["done"] == 1
     assert store.list_publications() == (published,)
     (study,) = store.list_studies()
-    (fire,) = schedules.history(store.database)
-    assert fire.job.result == {
+    assert schedules.history(store.database, hourly)[0].result == {
         "winner": published.document,
         "label": published.label,
         "published": published.version,
@@ -223,30 +219,3 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "study": study.id,
         "report": f"{study.id}.html",
     }
-
-
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_a_job_has_its_pairs_threads_and_a_third_of_its_budget_for_executions(
-    store: TraceStore, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever pair the worker loaded last."""
-    asked = payload(pair, write_workload(tmp_path / "w.jsonl", 1))
-    for name, threads, budget in (("a", 2, "1h"), ("b", None, None), ("c", 2, None)):
-        own = {**asked, "threads": threads}
-        how: dict[str, Any] = {"every": "1h", "now": T0, "budget": budget, "payload": own}
-        schedules.add_schedule(store.database, name, **how)
-    found: list[tuple[int, int]] = []
-
-    def load(*_arguments: object, threads: int | None, **_how: object) -> LoadedPair:
-        return replace(pair, threads=threads or 1)
-
-    def tune(*arguments: Any, **_how: object) -> None:
-        found.append((torch.get_num_threads(), round(arguments[3].budget_s)))
-        raise TraceError("that is enough")
-
-    monkeypatch.setattr(jobs, "tune", tune)
-    before = torch.get_num_threads()
-    schedules.run_once(store.database, tuning_job(store, load=load), clock=lambda: T0 + HOUR)
-    assert torch.get_num_threads() == before
-    default = round(TuneOptions.budget_s)
-    assert sorted(found) == [(1, default), (2, default), (2, 1200)]

@@ -105,11 +105,11 @@ def _deployment(name: str) -> str:
 
 
 def _workers(workers: str) -> str:
-    if (workers.isdecimal() and 0 < int(workers) <= 1024) or "://" in workers:
+    if "://" in workers:
         return workers
     raise click.BadParameter(
-        f"{workers!r} is neither a number of processes (4) nor a Dask scheduler's address "
-        "(tcp://HOST:8786)."
+        f"{workers!r} is no Dask scheduler's address (tcp://HOST:8786); the cores of this machine "
+        "are used without it."
     )
 
 
@@ -235,9 +235,8 @@ search = together(
 )
 workers = option(
     "--workers",
-    "Work on N processes of this machine, or on a Dask cluster: its scheduler's address, "
-    "tcp://HOST:8786.",
-    metavar="N|ADDRESS",
+    "Record on a Dask cluster too: its scheduler's address, tcp://HOST:8786.",
+    metavar="ADDRESS",
     callback=checked(_workers),
 )
 per_round = option("--per-round", "Write one JSON line per round.", FILE)
@@ -247,7 +246,7 @@ def search_asked(kw: dict[str, Any]) -> dict[str, Any]:
     """What of TuneOptions :data:`search` say. Raises TraceError for trees that are too
     large."""
     from spectune.optimizer.inputs import tree_size
-    from spectune.optimizer.payload import SEARCHED
+    from spectune.optimizer.schedule.settings import SEARCHED
 
     chosen = {name: kw[name] for name in SEARCHED}
     if chosen["tree_width"]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,6 +101,7 @@ def record(**kw: Any) -> None:
         workload = None if resumed or on_engine else workload_of(kw, spec)
         pair = load(kw, spec)
         from spectune.optimizer.inputs import recording_of
+        from spectune.optimizer.processes import dask_workers
         from spectune.optimizer.record import Look, begun_as, look_around
         from spectune.optimizer.record import record as do_record
         from spectune.optimizer.serving import last_good
@@ -111,7 +110,7 @@ def record(**kw: Any) -> None:
         from spectune.traces.sanity import checked
         from spectune.traces.store.query import first_positions
 
-        with _workers(kw["workers"]), Meter() as meter:
+        with dask_workers(kw["workers"]), Meter() as meter:
             begun = None
             if workload is None:
                 before = recording_of(store, served or resumed, spec)
@@ -168,19 +167,6 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
     texts = (asked.workload, asked.prompts, asked.policy, asked.load, options)
     with asked.started() as running, Meter() as meter:
         return record_on(store, spec, running, *texts, fresh=kw["fresh"], progress=meter).id
-
-
-@contextmanager
-def _workers(workers: str | None) -> Iterator[None]:
-    """Looks around on a Dask cluster within it, where one is asked for."""
-    if workers is None:
-        yield
-        return
-    from spectune.optimizer.processes import helped_by
-    from spectune.optimizer.simulate.distributed import connected
-
-    with connected(workers) as client, helped_by(client):
-        yield
 
 
 def _without_trees(kw: dict[str, Any]) -> None:

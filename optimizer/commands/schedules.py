@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +10,7 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.options import Whole, drawn, search_asked, turns_of
+from spectune.optimizer.commands.options import drawn, search_asked, turns_of
 from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
 from spectune.optimizer.commands.shared import (
     nothing_decoded,
@@ -21,36 +21,28 @@ from spectune.optimizer.commands.shared import (
 from spectune.optimizer.commands.tune import page_of
 
 if TYPE_CHECKING:
-    from spectune.optimizer.schedule import Ended, Fire
+    from spectune.optimizer.schedule import Job
 
-
-TOLD: Final = (
+SETTINGS: Final = (
     *("device", "dtype", "threads", "deployment", "max_new_tokens"),
-    *("temperature", "top_k", "top_p", "seed", "verifier"),
+    *("temperature", "top_k", "top_p", "seed", "verifier", "budget"),
 )
-"""Options that a job is told as they are."""
+"""Options that a schedule stores as they are."""
+SHOWN: Final = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
+ATTEMPTS: Final = ("slot", "attempt", "worker", "ended_at", "outcome", "result", "report")
 
 
 @click.group(cls=Group)
 def schedule() -> None:
-    """Scheduled re-optimization: add, list, show, pause, resume, remove, run, run-once, history."""
+    """Scheduled re-optimization: add, list, run, remove."""
 
 
 @schedule.command("add")
 @click.argument("name")
-@option("--cron", 'Five fields, e.g. "0 3 * * *".')
-@option("--every", "Interval, e.g. 6h, 30m, 1d.")
+@option("--cron", 'Five fields, e.g. "0 3 * * *", or @hourly, @daily, @weekly.', required=True)
 @option("--tz", "Time zone of the cron fields.", default="UTC")
-@option(
-    "--budget",
-    "Race and confirmation of a job get a third of it; recording, profile and search take the time "
-    "they need.",
-    default="10m",
-)
-@option("--misfire-grace", "A slot later than this is not run any more; or 'none'.", default="1h")
-@option("--max-instances", "Unfinished jobs at a time.", Whole(1), default=1)
-@option("--max-attempts", "How often a job is begun at most.", Whole(1), default=3)
-@flag("--no-coalesce", "Run every missed slot instead of the latest alone.")
+@flag("--now", "Due at once, and then as --cron says.")
+@option("--budget", "Time for race and confirmation of a run.", default="80s")
 @option(
     "--recorded",
     'Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.',
@@ -62,187 +54,122 @@ def schedule() -> None:
 @opts.devices
 @opts.deployment
 def schedule_add(name: str, **kw: Any) -> None:
-    """Add a schedule; workers (`schedule run`, `schedule run-once`) do its jobs.
+    """Add a schedule; workers (`schedule run`) tune when it is due.
 
     \b
     Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --pair pair.json
-              cli.py schedule add drift --every 6h --recorded 24h --budget 20m
-              cli.py schedule add chains --every 6h --tree-width 0
+              cli.py schedule add drift --cron "0 */6 * * *" --recorded 24h --budget 2m
+              cli.py schedule add chains --cron @daily --now --tree-width 0
     """
     if kw["recorded"]:
         nothing_decoded("--recorded")
-    from spectune.optimizer.payload import check_payload
     from spectune.optimizer.schedule import add_schedule
+    from spectune.optimizer.schedule.settings import TuneSettings
 
-    payload: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "pair": pair_spec(kw).to_json(),
-        **{key: kw[key] for key in TOLD},
+        **{key: kw[key] for key in SETTINGS},
         "stop_strings": list(kw["stop_strings"]),
         "chat": not kw["no_chat"],
         **search_asked(kw),
     }
     if kw["recorded"]:
-        payload["recorded"] = kw["recorded"]
+        settings["recorded"] = kw["recorded"]
     else:
         drawn(kw)
-        payload |= {
-            "workload": [_from_anywhere(name) for name in kw["workloads"]] or ["demo"],
+        files = [path if path == "demo" else str(Path(path).resolve()) for path in kw["workloads"]]
+        settings |= {
+            "workload": files or ["demo"],  # found by a worker in another folder, too
             "categories": list(kw["categories"]),
             **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong", "bad_rows")},
             "turns": turns_of(kw),
             "fresh": True,
         }
-    check_payload(payload)
-    when = ("cron", "every", "tz", "budget", "max_instances", "max_attempts")
+    TuneSettings.read(settings)
     with open_store() as store:
         added = add_schedule(
-            store.database,
-            name,
-            **{key: kw[key] for key in when},
-            payload=payload,
-            misfire_grace=None if kw["misfire_grace"] == "none" else kw["misfire_grace"],
-            coalesce=not kw["no_coalesce"],
+            store.database, name, kw["cron"], settings, tz=kw["tz"], at_once=kw["now"]
         )
-    emit(
-        added.to_json(),
-        f"schedule {name}: {added.when}, first at {added.next_fire_at:%Y-%m-%d %H:%M:%S} UTC",
-    )
-
-
-def _from_anywhere(workload: str) -> str:
-    """A workload by a name that a worker in another folder finds it by."""
-    return workload if workload == "demo" else str(Path(workload).resolve())
+    first = f"{added.next_at:%Y-%m-%d %H:%M:%S} UTC"
+    emit(added.to_json(), f"schedule {name}: {added.cron} ({added.tz}), first at {first}")
 
 
 @schedule.command("list")
-def schedule_list() -> None:
-    """All schedules.
+@click.argument("name", required=False)
+def schedule_list(name: str | None) -> None:
+    """All schedules, with their last results; or one, with the attempts that ended.
 
     \b
     Example:  cli.py schedule list
+              cli.py schedule list nightly
     """
     from spectune.optimizer.schedule import history, list_schedules
 
-    rows = []
     with open_store(create=False) as store:
-        for found in list_schedules(store.database):
-            results = [f.job.result for f in history(store.database, found.name) if f.job]
-            page = next((r["report"] for r in results if r and r.get("report")), None)
-            rows.append({**found.to_json(), "when": found.when, "report": page})
-    columns = ("name", "when", "next_fire_at", "enabled", "budget_s", "parked", "report")
-    emit({"schedules": rows}, table(rows, columns, "schedules"))
+        schedules = [row.to_json() for row in list_schedules(store.database, name)]
+        if name is not None:
+            schedules[0]["attempts"] = [a.to_json() for a in history(store.database, name)]
+    if name is None:
+        rows = [{**row, "worker": row["lease_owner"], **_ended(row["last"])} for row in schedules]
+        text = table(rows, SHOWN, "schedules")
+    else:
+        attempts = [{**row, **_ended(row)} for row in schedules[0]["attempts"]]
+        text = table(attempts, ATTEMPTS, f"attempts of {name} that ended")
+    emit({"schedules": schedules}, text)
 
 
-@schedule.command("show")
+def _ended(attempt: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An attempt's outcome as columns of a table."""
+    if attempt is None:
+        return {}
+    result = attempt["result"] or {}
+    text = attempt["error"] or result.get("label")
+    if result.get("published"):
+        text = f"{text}, published as version {result['published']}"
+    return {"last": attempt["outcome"], "result": text, "report": result.get("report")}
+
+
+@schedule.command("remove")
 @click.argument("name")
-def schedule_show(name: str) -> None:
-    """One schedule, whole.
+def schedule_remove(name: str) -> None:
+    """Remove a schedule and its history; a worker that is busy with it publishes nothing.
 
     \b
-    Example:  cli.py schedule show nightly
+    Example:  cli.py schedule remove nightly
     """
-    from spectune.optimizer.schedule import get_schedule
+    from spectune.optimizer.schedule import remove_schedule
 
     with open_store(create=False) as store:
-        emit(get_schedule(store.database, name).to_json())
-
-
-def _schedule_verb(verb: str, what: str, outcome: str) -> None:
-    @schedule.command(verb, help=f"{what}\n\n\b\nExample:  cli.py schedule {verb} nightly")
-    @click.argument("name")
-    def command(name: str) -> None:
-        import spectune.optimizer.schedule as schedules
-
-        with open_store(create=False) as store:
-            found = getattr(schedules, f"{verb}_schedule")(store.database, name)
-        emit(found.to_json(), f"schedule {name} {outcome}")
-
-
-_schedule_verb(
-    "pause", "Let a schedule rest: none of its slots fires until it is resumed.", "is paused"
-)
-_schedule_verb(
-    "resume",
-    "Wake a paused or parked schedule; slots missed meanwhile are not made up for.",
-    "is resumed",
-)
-_schedule_verb("remove", "Remove a schedule and its history.", "is removed")
-
-
-@schedule.command("history")
-@click.argument("name", required=False)
-@option("--limit", type=Whole(1), default=50)
-def schedule_history(name: str | None, limit: int) -> None:
-    """Slots that fired, and what became of their jobs.
-
-    \b
-    Example:  cli.py schedule history nightly
-    """
-    from spectune.optimizer.schedule import history
-
-    with open_store(create=False) as store:
-        fires = history(store.database, name, limit=limit)
-    rows = []
-    for f in fires:
-        row: dict[str, Any] = {"schedule": f.schedule, "outcome": f.outcome}
-        row["fire_at"] = f.fire_at.isoformat()
-        if f.job:
-            result = f.job.result or {}
-            row |= {"state": f.job.state, "attempt": f.job.attempt, "result": result.get("label")}
-            row["published"] = result.get("published")
-            row["error"] = f.job.error.splitlines()[0] if f.job.error else None
-        rows.append(row)
-    ended = ("state", "attempt", "result", "published", "error")
-    columns = ("schedule", "fire_at", "outcome", *ended)
-    emit({"history": [f.to_json() for f in fires]}, table(rows, columns, "history"))
+        removed = remove_schedule(store.database, name)
+    emit(removed.to_json(), f"schedule {name} is removed")
 
 
 @schedule.command("run")
-@option("--poll", "How often to look for due slots.", default="30s")
-def schedule_run(poll: str) -> None:
-    """Work: fire what is due and run its jobs, until SIGINT or SIGTERM. Any number of workers may
-    share a database.
+@option("--poll", "How often to look for what is due.", default="30s")
+@flag("--once", "Run what is due, then end: for cron and systemd timers.")
+def schedule_run(poll: str, once: bool) -> None:
+    """Work: run what is due, until SIGINT or SIGTERM. Any number of workers may share a database.
 
     \b
     Example:  cli.py schedule run --poll 10s
+              cli.py schedule run --once
     """
     from spectune.optimizer.schedule import parse_duration, run_worker
 
-    _work(run_worker, poll_s=float(parse_duration(poll)))
-
-
-@schedule.command("run-once")
-def schedule_run_once() -> None:
-    """Fire what is due, run every waiting job, and end: for cron and systemd timers.
-
-    \b
-    Example:  cli.py schedule run-once
-    """
-    from spectune.optimizer.schedule import run_once
-
-    _work(run_once)
-
-
-def _schedule_line(event: Fire | Ended) -> str:
-    from spectune.optimizer.schedule import Fire
-
-    if isinstance(event, Fire):
-        return f"{event.schedule}: slot of {event.fire_at:%Y-%m-%d %H:%M:%S} UTC: {event.outcome}"
-    said = f": {event.error.splitlines()[0]}" if event.error else ""
-    if report := (event.result or {}).get("report"):
-        said += f", its page is {report}"
-    return f"{event.job.schedule}: job {event.job.id} {event.ending}{said}"
-
-
-def _work(work: Callable[..., Any], **how: Any) -> None:
+    poll_s = float(parse_duration(poll))
     with open_store() as store:
-        from spectune.optimizer.jobs import tuning_job
+        from spectune.optimizer.schedule.tuning import tuning_job
 
         quiet_transformers()
         with Meter() as meter:
-            job = tuning_job(
+            run = tuning_job(
                 store, progress=meter, page=lambda study: page_of(store, study)[0], tell=note
             )
-            report = work(store.database, job, watch=lambda e: note(_schedule_line(e)), **how)
-    data = report.to_json()
-    emit(data, ", ".join(f"{v} {k}" for k, v in data.items()))
+            outcomes = run_worker(store.database, run, once=once, poll_s=poll_s, watch=_note_end)
+    emit(outcomes, ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items()))
+
+
+def _note_end(job: Job, outcome: str, result: Mapping[str, Any] | None, error: str | None) -> None:
+    report = (result or {}).get("report")
+    about = f": {error}" if error else f", its page is {report}" if report else ""
+    note(f"{job.name}: slot of {job.slot:%Y-%m-%d %H:%M:%S} UTC: {outcome}{about}")

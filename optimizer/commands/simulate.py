@@ -12,7 +12,7 @@ from spectune.optimizer.commands.config import flag, option
 from spectune.optimizer.commands.on_engine import NATIVE, deployment_on
 from spectune.optimizer.commands.options import MOMENT, Whole
 from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
-from spectune.optimizer.commands.printing import Command, Meter, emit, note
+from spectune.optimizer.commands.printing import Command, emit, note
 from spectune.optimizer.commands.run import rounds_of
 from spectune.optimizer.commands.shared import (
     on_pair_of,
@@ -62,14 +62,12 @@ UNDER_LOAD: Final = (
     "--keep-q-table",
     "Store what a q_learning window has learned as an artifact, and print its id.",
 )
-@opts.workers
 def simulate(**kw: Any) -> None:
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
 
     \b
     Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
               cli.py simulate --policy active --since 24h
-              cli.py simulate --policy active --workers tcp://scheduler:8786
               cli.py simulate --policy active --engine vllm --arrivals poisson:2,8 --tpot 40ms
     """
     if kw["arrivals"] is not None:
@@ -141,17 +139,8 @@ def _replayed(
     profile: LatencyProfile | None,
     kw: dict[str, Any],
 ) -> Simulated:
-    """In this process, or by the workers that are asked for."""
-    asked = {key: kw[key] for key in ("limit", "skip_corrupted")}
-    if kw["workers"] is not None and kw["since"] is not None:
-        raise click.UsageError("--workers read one recording: leave --since or --workers out")
-    asked["per_round"] = kw["per_round"] is not None
-    if kw["workers"] is None:
-        from spectune.optimizer.simulate.trace import simulate
+    from spectune.optimizer.simulate.trace import simulate
 
-        return simulate(store, info.id, policy, profile, since=kw["since"], tell=note, **asked)
-    from spectune.optimizer.simulate.distributed import connected, simulate_on
-
-    with connected(kw["workers"]) as client, Meter() as meter:
-        asked["progress"] = lambda done, total: meter("read", done, total)
-        return simulate_on(client, store, info, policy, profile, **asked)
+    how = {key: kw[key] for key in ("since", "limit", "skip_corrupted")}
+    how["per_round"] = kw["per_round"] is not None
+    return simulate(store, info.id, policy, profile, tell=note, **how)

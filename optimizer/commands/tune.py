@@ -158,6 +158,7 @@ def tune(**kw: Any) -> None:
                     f"recording {info.id} was never finished: tuning on the {info.n_requests} "
                     f"requests it holds (`record --resume {info.id}` makes the others)"
                 )
+        from spectune.optimizer.processes import dask_workers
         from spectune.optimizer.report.tables import evidence_table
         from spectune.optimizer.report.words import closing
         from spectune.optimizer.tune import TuneOptions, tune_recording
@@ -170,14 +171,13 @@ def tune(**kw: Any) -> None:
             fresh=kw["fresh"],
             publish=publish,
             deployment=kw["deployment"],
-            workers=kw["workers"],
             tell=note,
             publishing=lambda tuned: kept_unless_stored(tuned.to_json),
             **searched,
         )
         if quick:
             note(quick)
-        with Meter() as meter:
+        with dask_workers(kw["workers"]), Meter() as meter:
             if workload is None:
                 tuned = tune_recording(store, pair, info.id, wanted, progress=meter)
             else:

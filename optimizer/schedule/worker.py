@@ -1,14 +1,11 @@
-"""Run the jobs that are due: one at a time, under a lease that a heartbeat renews, until told to
-stop.
+"""Runs the jobs that are due, one at a time, under a lease that a heartbeat extends.
 
-A job is leased to one worker at a time, and one whose worker dies is run again by another. So a job
-may *run* more than once, and must *publish* under its idempotency key, in a transaction that asks
-:meth:`JobContext.still_owner` first.
+A job whose worker dies is run again by another. So a job may *run* more than once, and must
+*publish* under its idempotency key, in a transaction that calls :meth:`Job.check` first.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -16,252 +13,168 @@ import signal
 import socket
 import threading
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any
 
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError, UnavailableError
-from spectune.optimizer.schedule.claims import (
-    Clock,
-    Heartbeat,
-    JobContext,
-    LeaseLostError,
-    claim,
-    complete,
-    fail,
-    release,
-    retry,
-)
-from spectune.optimizer.schedule.tick import tick
-from spectune.optimizer.schedule.values import Fire, Job
+from spectune.optimizer.schedule.store import MAX_ATTEMPTS, Job, LeaseLostError, claim
 from spectune.traces.errors import SpectuneError
 
 POLL_S = 5.0
 LEASE_S = 60.0
+BEATS_PER_LEASE = 3
+"""A worker survives two lost heartbeats in a row."""
 AWAY_S = 1.0
 """A database that is away is looked for so often."""
 PATIENCE_S = 30.0
 """For so long it is tried to write how a job ended: the work of hours hangs on it."""
 
-Execute = Callable[[Job, JobContext], Mapping[str, Any]]
-"""A job function. Its result must be JSON. An exception fails the job, and its next slot is its
-next try; only an UnavailableError hands it back for another attempt, while it has any left."""
-Ending = Literal["done", "failed", "lost", "released"]
-"""How a job ended here. ``lost``: another worker took it over, or its schedule was removed.
-``released``: it is queued again."""
+Run = Callable[[Job], Mapping[str, Any]]
+"""A job function. Its result must be JSON. An exception fails the job, whose next slot is its next
+try; only where the database is away is the job handed back for another attempt."""
+Watch = Callable[[Job, str, Mapping[str, Any] | None, str | None], None]
+"""Called with a job, how its attempt ended, its result and its error."""
 
 log = logging.getLogger("spectune.schedule")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job as it was claimed, how it ended, and its result if it is done or its error if it failed
-    or is tried again."""
-
-    job: Job
-    ending: Ending
-    result: Mapping[str, Any] | None = None
-    error: str | None = None
-
-
-Watch = Callable[[Fire | Ended], None]
-"""Told of every slot noticed and every job ended, as it happens."""
-
-
-@dataclass
-class WorkReport:
-    """What a worker did, by counts: slots it noticed, jobs by how they ended."""
-
-    noticed: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Ending), 0))
-
-    def to_json(self) -> dict[str, int]:
-        return {"noticed": self.noticed, **self.ended}
-
-
 class HandBack(KeyboardInterrupt):
-    """Raised in a job function to end it at once and queue the job again. Not an Exception, so that
-    no handler swallows it."""
+    """Raised in a job function by a second signal. Not an Exception, so that no handler swallows
+    it."""
 
 
 def run_worker(
     database: Database,
-    execute: Execute,
+    run: Run,
     *,
+    once: bool = False,
     owner: str | None = None,
     poll_s: float = POLL_S,
     lease_s: float = LEASE_S,
-    clock: Clock | None = None,
+    clock: Callable[[], datetime] | None = None,
     stop: threading.Event | None = None,
-    watch: Watch = lambda event: None,
-) -> WorkReport:
-    """Ticks and runs jobs until SIGINT, SIGTERM or ``stop``; then finishes the job at hand and
-    returns.
+    watch: Watch = lambda job, outcome, result, error: None,
+) -> dict[str, int]:
+    """Runs what is due until SIGINT, SIGTERM or ``stop``, or ``once`` until nothing is due; returns
+    how many attempts were done, failed, lost and released.
 
-    Slots are due by ``clock``, the database's by default; ``owner`` must differ between workers and
-    is made up by default. A database that goes away later is waited for; if it cannot be used at
-    the start, DatabaseError is raised.
+    The first signal lets the job at hand finish, the second hands it back at once. Slots are due by
+    ``clock``, the database's by default. A database that goes away later is waited for; one that
+    cannot be used at the start raises DatabaseError.
     """
-    stop = stop or threading.Event()
-    worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
-    with worker.listening():
-        failures = 0
+    # Process ids come back, and two containers may share a host name.
+    owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+    stop, has_begun, is_away = stop or threading.Event(), False, False
+    outcomes = Counter[str](done=0, failed=0, lost=0, released=0)
+    with suppress(HandBack), _signals(stop):
         while not stop.is_set():
             try:
-                worker.notice()
-                is_idle = not worker.run_next()
+                job = claim(database, owner, lease_s=lease_s, now=clock() if clock else None)
+                if is_away:
+                    log.warning("the database is back")
+                has_begun, is_away = True, False
+                if job is not None:
+                    outcomes[_attempt(job, run, lease_s, stop, watch)] += 1
+                elif once:
+                    break
+                else:
+                    stop.wait(poll_s)
             except DatabaseError as error:
-                if not worker.has_begun:
+                if not has_begun:
                     raise
-                if not failures:
+                if not is_away:
                     log.warning("%s; trying again until it can be used", error)
-                failures += 1
+                is_away = True
                 stop.wait(min(AWAY_S, poll_s))
-                continue
-            if failures:
-                log.warning("the database is back after %d failures", failures)
-            failures = 0
-            if is_idle:
-                stop.wait(poll_s)
-    return worker.report
+    return dict(outcomes)
 
 
-def run_once(
-    database: Database,
-    execute: Execute,
-    *,
-    owner: str | None = None,
-    lease_s: float = LEASE_S,
-    clock: Clock | None = None,
-    watch: Watch = lambda event: None,
-) -> WorkReport:
-    """Ticks once, runs jobs until none is left to claim, and returns: for cron and systemd timers.
-
-    SIGINT and SIGTERM end it early, as they do :func:`run_worker`.
-    """
-    stop = threading.Event()
-    worker = _Worker(database, execute, owner or _made_up(), lease_s, clock, watch, stop)
-    with worker.listening():
-        worker.notice()
-        while not stop.is_set() and worker.run_next():
-            pass
-    return worker.report
-
-
-def _made_up() -> str:
-    """A worker's name. The random part: process ids come back, and two containers may share a host
-    name."""
-    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
-
-
-@dataclass
-class _Worker:
-    database: Database
-    execute: Execute
-    owner: str
-    lease_s: float
-    clock: Clock | None
-    watch: Watch
-    stop: threading.Event
-    has_begun: bool = False
-    """Whether the database could be used so far as to look for a job."""
-    is_busy: bool = False
-    """Whether a job function runs, which a second signal may interrupt."""
-    report: WorkReport = field(default_factory=WorkReport)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Turns SIGINT and SIGTERM into a clean stop, if in the main thread: the first lets the job
-        at hand finish, the next hands it back at once. Handlers are put back at the end."""
-        is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+def _attempt(job: Job, run: Run, lease_s: float, stop: threading.Event, watch: Watch) -> str:
+    """Runs a job and writes how it ended, which is returned."""
+    result: Mapping[str, Any] | None = None
+    error: str | None = None
+    with _heartbeat(job, lease_s):
         try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        if self.is_busy and self.stop.is_set():
-            raise HandBack
-        self.stop.set()
-        if self.is_busy:
-            name = signal.Signals(number).name
-            log.warning("%s: finishing the job at hand; once more to hand it back", name)
-
-    def notice(self) -> None:
-        for fire in tick(self.database, self.clock() if self.clock else None):
-            self.report.noticed += 1
-            self.watch(fire)
-
-    def run_next(self) -> bool:
-        """Claims and runs one job. False if there was none."""
-        job = claim(self.database, self.owner, lease_s=self.lease_s)
-        self.has_begun = True
-        if job is None:
-            return False
-        ended = self._run(job)
-        self.report.ended[ended.ending] += 1
-        self.watch(ended)
-        return True
-
-    def _run(self, job: Job) -> Ended:
-        with Heartbeat(self.database, job, self.lease_s) as beat:
             try:
-                result = self._result(job, beat)
+                result, outcome = run(job), "done"
             except LeaseLostError:
-                return Ended(job, "lost")
-            except (SpectuneError, DatabaseError) as error:
-                is_away = isinstance(error, UnavailableError)
-                if is_away and job.attempt < job.max_attempts:
-                    return self._recorded(Ended(job, "released", error=str(error)))
-                return self._recorded(Ended(job, "failed", error=str(error)))
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-                return self._recorded(Ended(job, "failed", error=said))
-            except BaseException as error:
-                ended = self._recorded(Ended(job, "released"))
-                if not isinstance(error, HandBack):
-                    raise
-                self.stop.set()
-                return ended
-            return self._recorded(Ended(job, "done", result=result))
+                outcome = "lost"
+            except (SpectuneError, DatabaseError) as failure:
+                is_tried_again = isinstance(failure, UnavailableError)
+                is_tried_again = is_tried_again and job.attempt < MAX_ATTEMPTS
+                outcome, error = "released" if is_tried_again else "failed", str(failure)
+            except Exception as failure:
+                log.exception("schedule %s failed", job.name)
+                outcome, error = "failed", f"{type(failure).__name__}: {failure}"
+        except BaseException as interrupt:
+            outcome = _end(job, "released")
+            if not isinstance(interrupt, HandBack):
+                raise
+            stop.set()
+        else:
+            outcome = outcome if outcome == "lost" else _end(job, outcome, result, error)
+    watch(job, outcome, result, error)
+    return outcome
 
-    def _result(self, job: Job, beat: Heartbeat) -> Mapping[str, Any]:
-        """What the job function returns, as it will be read back."""
-        clock = self.clock or (lambda: datetime.now(UTC))
-        context = JobContext(self.database, job, beat, self.stop, clock)
-        self.is_busy = True
+
+def _end(job: Job, outcome: str, *about: Any) -> str:
+    """Outlives a short absence of the database: the heartbeat goes on meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
         try:
-            returned = dict(self.execute(job, context))
-        finally:
-            self.is_busy = False
-        found: Mapping[str, Any] = json.loads(json.dumps(returned, allow_nan=False))
-        return found
+            return outcome if job.end(outcome, *about) else "lost"
+        except DatabaseError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("cannot record how the job ended, trying again: %s", error)
+            time.sleep(AWAY_S)
 
-    def _recorded(self, ended: Ended) -> Ended:
-        """How a job ended, once that is written; lost where the job is another's by now. Outlives a
-        short absence of the database: the heartbeat goes on meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
+
+@contextmanager
+def _heartbeat(job: Job, lease_s: float) -> Iterator[None]:
+    """Extends the lease from a thread, until the block ends or the job is lost."""
+    end = threading.Event()
+
+    def beat() -> None:
+        while not end.wait(lease_s / BEATS_PER_LEASE):
             try:
-                return ended if _write_end(self.database, ended) else Ended(ended.job, "lost")
-            except DatabaseError as error:
-                if time.monotonic() > deadline:
-                    raise
-                log.warning("cannot record how the job ended, trying again: %s", error)
-                time.sleep(AWAY_S)
+                if not job.extend(lease_s):
+                    job.lost.set()
+                    return
+            # A thread that ends here would lose the job, whatever the database's driver raised.
+            except Exception as error:
+                log.warning("%s: heartbeat failed, trying again: %s", job.name, error)
+
+    thread = threading.Thread(target=beat, name=f"heartbeat-{job.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        # A database that hangs must not hang the worker: a late beat changes nothing.
+        thread.join(lease_s / BEATS_PER_LEASE)
 
 
-def _write_end(database: Database, ended: Ended) -> bool:
-    job, error = ended.job, ended.error
-    if ended.result is not None:
-        return complete(database, job, ended.result)
-    if error is None:
-        return release(database, job)
-    return (retry if ended.ending == "released" else fail)(database, job, error)
+@contextmanager
+def _signals(stop: threading.Event) -> Iterator[None]:
+    """Turns SIGINT and SIGTERM into ``stop``, a second one into HandBack, in the main thread."""
+
+    def on_signal(number: int, _frame: object) -> None:
+        if stop.is_set():
+            raise HandBack
+        stop.set()
+        name = signal.Signals(number).name
+        log.warning("%s: finishing the job at hand, if any; once more to hand it back", name)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

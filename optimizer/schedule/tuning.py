@@ -1,0 +1,102 @@
+"""The job of a schedule: sample or record, tune, and publish under the slot's key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.schedule.settings import DECODED, SAMPLED, SEARCHED, TuneSettings
+from spectune.optimizer.schedule.store import Job
+from spectune.optimizer.schedule.times import parse_duration
+from spectune.optimizer.schedule.worker import Run
+from spectune.optimizer.traffic import gather
+from spectune.optimizer.tune import TuneOptions, tune, tune_recording
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.progress import Progress, silent
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+
+
+def tuning_job(
+    store: TraceStore,
+    *,
+    load: Callable[..., LoadedPair] = load_pair,
+    progress: Progress = silent,
+    page: Callable[[str], str | None] = lambda study: None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Run:
+    """Returns a job function for workers: it tunes what a schedule's settings say and publishes
+    under the slot's idempotency key.
+
+    Attempts at one slot share its recording and profile, and one after the publication only reports
+    it. Loaded pairs stay in memory from job to job. The result holds the winner, the version
+    published (None if the incumbent stays), why, and ``report``: what ``page`` returns of the
+    study, the path of its page. ``tell`` is called with what a user should know of the texts.
+    """
+    pairs: dict[tuple[object, ...], LoadedPair] = {}
+
+    def run(job: Job) -> Mapping[str, Any]:
+        publication = store.published_under(job.idempotency_key)
+        if publication is not None and "winner" in publication.evidence:
+            study = publication.evidence["study"]
+            return _result(publication.evidence, publication.version, page(study))
+        settings = TuneSettings.read(job.settings)
+        spec = PairSpec.from_json(settings.pair, where=f"schedule {job.name}")
+        place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
+        key = spec.id, *place.values()
+        if key not in pairs:
+            pairs[key] = load(spec, **place)
+        pair = pairs[key]
+
+        def step(phase: str, done: int, total: int) -> None:
+            job.check()
+            progress(f"{job.name}: {phase}", done, total)
+
+        def say(line: str) -> None:
+            tell(f"{job.name}: {line}")
+
+        options = tune_options(
+            settings, actor="schedule", idempotency_key=job.idempotency_key, guard=job.check
+        )
+        with pair.torch_threads():
+            if settings.recorded:
+                window = timedelta(seconds=parse_duration(settings.recorded))
+                sampled = window, settings.sample
+                recording = gather(store, pair.id, *sampled, key=job.idempotency_key, tell=say)
+                tuned = tune_recording(store, pair, recording, options, progress=step)
+            else:
+                workload = settings.load_workload()
+                workload, _ = made_to_fit(pair, workload, options.options, settings.overlong)
+                tuned = tune(store, pair, workload, options, progress=step)
+        version = tuned.published.version if tuned.published else None
+        return _result(tuned.to_json(), version, page(tuned.study))
+
+    return run
+
+
+def tune_options(settings: TuneSettings, **about: Any) -> TuneOptions:
+    """Returns the settings as a tuning takes them, and what else it is told."""
+
+    def values(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(settings, name) for name in names}
+
+    return TuneOptions(
+        options=DecodeOptions(Sampling(**values(SAMPLED)), **values(DECODED)),
+        budget_s=float(parse_duration(settings.budget)),
+        **values((*SEARCHED, "fresh", "deployment")),
+        **about,
+    )
+
+
+def _result(evidence: Mapping[str, Any], version: int | None, report: str | None) -> dict[str, Any]:
+    return {
+        "winner": evidence["winner"]["policy"],
+        "label": evidence["winner"]["label"],
+        "published": version,
+        **{name: evidence[name] for name in ("reason", "recording", "study")},
+        "report": report,
+    }

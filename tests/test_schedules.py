@@ -1,0 +1,382 @@
+"""Any number of workers on one database: each slot runs once, what a killed worker was at is
+finished by another, and nothing is published twice. Bad input costs one line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import Door
+from sqlalchemy import text
+from waiting import eventually
+
+from spectune.db.database import Database, open_database
+from spectune.db.errors import UnavailableError
+from spectune.optimizer import schedule as schedules
+from spectune.optimizer.schedule import Job, ScheduleError, next_slot, parse_duration, run_worker
+from spectune.optimizer.schedule.settings import TuneSettings
+from spectune.optimizer.schedule.store import MAX_ATTEMPTS
+
+T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+WORKERS, SCHEDULES, SLOTS = 8, 50, 4
+
+# Workers come from a fork server that has imported what they need, so that eight of them cost no
+# more than one.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["spectune.optimizer.schedule", "psycopg", "pytest"])
+
+
+def add(database: Database, name: str = "nightly", **how: Any) -> schedules.Schedule:
+    return schedules.add_schedule(database, name, "@hourly", {}, **{"now": T0, **how})
+
+
+def publish(job: Job) -> None:
+    """As a store does: under the lease, and once per key."""
+    with job.database.write() as session:
+        job.check(session)
+        values = {"key": job.idempotency_key, "owner": job.worker}
+        session.execute(
+            text("INSERT INTO published VALUES (:key, :owner) ON CONFLICT DO NOTHING"), values
+        )
+
+
+class Script:
+    """A job function in a worker process. Each step leaves a row or a file, so that the test knows
+    how far it came."""
+
+    def __init__(self, folder: Path, steps: str) -> None:
+        self.folder, self.steps = folder, steps
+
+    def __call__(self, job: Job) -> Mapping[str, Any]:
+        for step in self.steps.split():
+            if step == "run":
+                with job.database.write() as session:
+                    values = {"key": job.idempotency_key, "owner": job.worker}
+                    session.execute(text("INSERT INTO executed VALUES (:key, :owner)"), values)
+            elif step == "publish":
+                publish(job)
+            elif step == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                while not (self.folder / step).exists():
+                    time.sleep(0.01)
+        return {"from": job.worker}
+
+
+def serve(url: str, folder: Path, owner: str, steps: str, lease_s: float) -> None:
+    """A worker process; its clock stands at the hour that is written in a file."""
+
+    def clock() -> datetime:
+        (folder / owner).touch()  # it is at work, and signals are heard
+        return T0 + int((folder / "hour").read_text() or 0) * HOUR
+
+    how: dict[str, Any] = {"owner": owner, "poll_s": 0.02, "lease_s": lease_s, "clock": clock}
+    with open_database(url) as database:
+        run_worker(database, Script(folder, steps), **how)
+
+
+class Crew:
+    """Worker processes on one database, and what they left in it."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder, self.database = url, folder, open_database(url)
+        self.workers: list[BaseProcess] = []
+        self.go_to(1)
+        with self.database.write() as session:
+            session.execute(text("CREATE TABLE executed (key TEXT, owner TEXT)"))
+            session.execute(text("CREATE TABLE published (key TEXT PRIMARY KEY, owner TEXT)"))
+
+    def go_to(self, hour: int) -> None:
+        (self.folder / "new").write_text(str(hour))
+        (self.folder / "new").rename(self.folder / "hour")
+
+    def start(self, owner: str, steps: str, *, lease_s: float = 30.0) -> BaseProcess:
+        arguments = self.url, self.folder, owner, steps, lease_s
+        self.workers.append(processes.Process(target=serve, args=arguments, daemon=True))
+        self.workers[-1].start()
+        return self.workers[-1]
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        with self.database.read() as session:
+            return [tuple(row) for row in session.execute(text(query))]
+
+    def count(self, table: str) -> int:
+        return int(self.rows(f"SELECT count(*) FROM {table}")[0][0])
+
+    def outcomes(self) -> list[tuple[str, str]]:
+        """Of the one schedule, oldest first."""
+        attempts = schedules.history(self.database, "nightly")
+        return [(a.worker, a.outcome) for a in reversed(attempts)]
+
+    def pause(self, worker: BaseProcess) -> None:
+        """Stops a worker, but not in the middle of a heartbeat's transaction, which would hold
+        SQLite's one write lock."""
+        for _ in range(100):
+            os.kill(worker.pid or 0, signal.SIGSTOP)
+            if self.database.dialect != "sqlite":
+                return
+            file = self.database.url.database or ""
+            probe = sqlite3.connect(file, timeout=0.2, isolation_level=None)
+            try:
+                probe.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError:
+                os.kill(worker.pid or 0, signal.SIGCONT)
+            finally:
+                probe.close()
+        raise AssertionError("the worker could not be paused outside a transaction")
+
+
+@pytest.fixture
+def crew(url: str, tmp_path: Path) -> Iterator[Crew]:
+    crew = Crew(url, tmp_path)
+    yield crew
+    for worker in crew.workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+    crew.database.close()
+
+
+def test_each_of_200_due_slots_runs_once_under_8_workers(crew: Crew) -> None:
+    for n in range(SCHEDULES):
+        add(crew.database, f"s{n}")
+    for n in range(WORKERS):
+        crew.start(f"w{n}", "run publish")
+    for hour in range(1, SLOTS + 1):
+        crew.go_to(hour)
+        eventually(lambda hour=hour: crew.count("schedule_attempt") == hour * SCHEDULES)
+    attempts = crew.rows(
+        "SELECT DISTINCT schedule_id, slot, attempt, outcome FROM schedule_attempt"
+    )
+    assert len(attempts) == SCHEDULES * SLOTS
+    assert {(attempt, outcome) for *_, attempt, outcome in attempts} == {(1, "done")}
+    executed = crew.rows("SELECT key, owner FROM executed")
+    assert len({key for key, _ in executed}) == len(executed) == SCHEDULES * SLOTS
+    assert sorted(crew.rows("SELECT key, owner FROM published")) == sorted(executed)
+    assert len({owner for _, owner in executed}) > 1
+    assert crew.count("schedule_attempt") == SCHEDULES * SLOTS
+
+
+@pytest.mark.parametrize("steps", ["run die publish", "run publish die"])
+def test_the_job_of_a_killed_worker_is_finished_by_another_and_published_once(
+    crew: Crew, steps: str
+) -> None:
+    """Killed between claim and publication, or after it and before it could say so."""
+    add(crew.database)
+    victim = crew.start("victim", steps, lease_s=1.0)
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    crew.start("heir", "run publish", lease_s=1.0)
+    eventually(lambda: crew.outcomes() == [("victim", "lost"), ("heir", "done")])
+    (published,) = crew.rows("SELECT owner FROM published")
+    assert published == (("heir" if steps.endswith("publish") else "victim"),)
+    assert sorted(crew.rows("SELECT owner FROM executed")) == [("heir",), ("victim",)]
+    time.sleep(0.2)
+    assert crew.count("executed") == 2
+
+
+def test_a_beating_heart_holds_the_lease_and_a_worker_that_slept_publishes_nothing(
+    crew: Crew,
+) -> None:
+    add(crew.database)
+    sleeper = crew.start("sleeper", "run wait publish", lease_s=1.0)
+    eventually(lambda: crew.count("executed") == 1)
+    crew.start("heir", "run wait-longer publish", lease_s=1.0)
+    time.sleep(1.5)
+    assert crew.count("executed") == 1
+    crew.pause(sleeper)
+    eventually(lambda: crew.count("executed") == 2)
+    (crew.folder / "wait").touch()
+    os.kill(sleeper.pid or 0, signal.SIGCONT)
+    os.kill(sleeper.pid or 0, signal.SIGTERM)  # it ends once it has noticed
+    sleeper.join(60)
+    assert sleeper.exitcode == 0
+    assert crew.count("published") == 0
+    (crew.folder / "wait-longer").touch()
+    eventually(lambda: crew.outcomes() == [("sleeper", "lost"), ("heir", "done")])
+    assert crew.rows("SELECT owner FROM published") == [("heir",)]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_signal_lets_the_job_finish_and_a_second_hands_it_back(crew: Crew) -> None:
+    add(crew.database)
+    worker = crew.start("w", "run wait publish")
+    eventually(lambda: crew.count("executed") == 1)
+    os.kill(worker.pid or 0, signal.SIGTERM)
+    time.sleep(0.3)
+    assert worker.is_alive()
+    os.kill(worker.pid or 0, signal.SIGINT)
+    worker.join(60)
+    assert (worker.exitcode, crew.outcomes()) == (0, [("w", "released")])
+    (crew.folder / "wait").touch()
+    heir = crew.start("heir", "run wait publish")
+    eventually(lambda: crew.outcomes() == [("w", "released"), ("heir", "done")])
+    assert schedules.history(crew.database, "nightly")[0].attempt == 1, "it cost no attempt"
+    os.kill(heir.pid or 0, signal.SIGTERM)
+    heir.join(60)
+    assert heir.exitcode == 0
+
+
+# --- one worker, in this process
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    with open_database(url) as database:
+        yield database
+
+
+def work(
+    database: Database, run: Callable[[Job], Mapping[str, Any]], hour: float
+) -> dict[str, int]:
+    return run_worker(database, run, once=True, clock=lambda: T0 + hour * HOUR)
+
+
+def test_slots_that_passed_are_one_run_and_its_end_is_shown(database: Database) -> None:
+    added = add(database)
+    assert added.next_at == T0 + HOUR
+    slots: list[datetime] = []
+
+    def run(job: Job) -> dict[str, Any]:
+        assert schedules.claim(database, "other", lease_s=9, now=T0 + 9 * HOUR) is None
+        slots.append(job.slot)
+        return {"label": "a"}
+
+    assert work(database, run, 0.9)["done"] == 0
+    assert work(database, run, 3.5)["done"] == 1
+    assert slots == [T0 + HOUR]
+    (row,) = schedules.list_schedules(database, "nightly")
+    assert (row.next_at, row.slot, row.lease_owner) == (T0 + 4 * HOUR, None, None)
+    assert row.last is not None
+    assert (row.last["outcome"], row.last["result"]) == ("done", {"label": "a"})
+    (attempt,) = schedules.history(database, "nightly")
+    assert attempt.to_json().items() >= row.last.items()
+
+
+def test_a_failure_waits_for_the_next_slot_and_an_outage_is_tried_again(database: Database) -> None:
+    add(database)
+
+    def fail(job: Job) -> dict[str, Any]:
+        raise ValueError("no luck")
+
+    def away(job: Job) -> dict[str, Any]:
+        raise UnavailableError("the database is away")
+
+    assert work(database, fail, 1)["failed"] == 1
+    assert work(database, fail, 1)["failed"] == 0
+    ended = work(database, away, 2)
+    assert (ended["released"], ended["failed"]) == (MAX_ATTEMPTS - 1, 1)
+    errors = [a.error for a in schedules.history(database, "nightly")]
+    assert errors == ["the database is away"] * MAX_ATTEMPTS + ["ValueError: no luck"]
+
+
+def test_a_slot_whose_workers_all_went_silent_is_given_up(database: Database) -> None:
+    add(database)
+    for _ in range(MAX_ATTEMPTS):
+        assert schedules.claim(database, "w", lease_s=0.001, now=T0 + HOUR)
+        time.sleep(0.02)
+    assert schedules.claim(database, "w", lease_s=9, now=T0 + HOUR) is None
+    assert [a.outcome for a in schedules.history(database, "nightly")] == ["lost"] * MAX_ATTEMPTS
+    job = schedules.claim(database, "w", lease_s=9, now=T0 + 2 * HOUR)
+    assert job is not None
+    assert (job.slot, job.attempt) == (T0 + 2 * HOUR, 1)
+
+
+def test_a_schedule_removed_and_added_again_is_another(database: Database) -> None:
+    add(database)
+    job = schedules.claim(database, "w", lease_s=60, now=T0 + HOUR)
+    assert job is not None
+    schedules.remove_schedule(database, "nightly")
+    assert not job.extend(60)
+    with pytest.raises(schedules.LeaseLostError), database.write() as session:
+        job.check(session)
+    assert not job.end("done", {})
+    assert add(database).id > job.schedule_id
+    again = schedules.claim(database, "w", lease_s=60, now=T0 + HOUR)
+    assert again is not None
+    assert again.idempotency_key != job.idempotency_key
+
+
+# --- times and bad input
+
+
+@pytest.mark.parametrize(
+    ("cron", "tz", "after", "expected"),
+    [
+        ("30 2 * * *", "Europe/Berlin", "2026-03-28T12:00", "2026-03-29T01:00"),
+        ("30 2 * * *", "Europe/Berlin", "2026-10-25T00:30", "2026-10-26T01:30"),
+        ("0 * * * *", "Europe/Berlin", "2026-10-25T00:00", "2026-10-25T01:00"),
+        ("@daily", "utc", "2026-05-04T00:00", "2026-05-05T00:00"),
+        ("0 9 * * 1-5", "America/New_York", "2026-05-01T13:00", "2026-05-04T13:00"),
+    ],
+)
+def test_a_cron_expression_fires_by_the_clock_of_its_zone(
+    cron: str, tz: str, after: str, expected: str
+) -> None:
+    begin, slot = (datetime.fromisoformat(f"{moment}+00:00") for moment in (after, expected))
+    assert next_slot(cron, tz, begin) == slot
+
+
+def test_durations() -> None:
+    assert [parse_duration(t) for t in ("90s", " 1D12h ", "2w")] == [90, 129_600, 1_209_600]
+    for bad in ("", "5", "5x", "0s", "-1h", "1h1h", "600w"):
+        with pytest.raises(ScheduleError, match="duration"):
+            parse_duration(bad)
+
+
+BAD: list[tuple[str, str, str, str]] = [
+    ("nightly", "@daily", "UTC", "there is a schedule 'nightly' already"),
+    ("a b", "@daily", "UTC", "'a b' cannot name a schedule"),
+    ("x", "0 3 * *", "UTC", "must have five fields: minute hour day month weekday"),
+    ("x", "99 * * * *", "UTC", "bad minute in cron expression '99"),
+    ("x", "0 0 30 2 *", "UTC", "bad day-of-month"),
+    ("x", "@daily", "Europe/Berlim", "did you mean Europe/Berlin"),
+]
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None:
+    add(database)
+    for name, cron, tz, message in BAD:
+        with pytest.raises(ScheduleError, match=message):
+            schedules.add_schedule(database, name, cron, {}, tz=tz)
+    with pytest.raises(ScheduleError, match="no schedule 'nightli'; did you mean 'nightly'"):
+        schedules.history(database, "nightli")
+    assert [s.name for s in schedules.list_schedules(database)] == ["nightly"]
+
+
+def test_settings_are_checked_when_they_are_added() -> None:
+    pair = {"target": "t", "drafts": {}}
+    assert TuneSettings.read({"pair": pair, "recorded": "24h"}).trials == 400
+    for bad, message in (
+        ({"trails": 4}, "trails: Extra inputs"),
+        ({"turns": "some"}, "turns: Input should be 'first' or 'all'"),
+        ({"budget": "5x"}, "budget: '5x' is not a duration"),
+        ({"pair": "demo"}, "pair: Input should be a valid dictionary"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            TuneSettings.read({"pair": pair, **bad})
+
+
+def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:
+    door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
+    added = ("--pair", tiny_pair, "--workload", "demo")
+    assert door.json("schedule add n --cron", "0 3 * * *", *added)["cron"] == "0 3 * * *"
+    assert "must have five fields" in door.refused("schedule", "add", "x", "--cron", "3", *added)
+    assert "did you mean 'n'" in door.refused("schedule", "remove", "nn")
+    assert "not a duration" in door.refused(
+        "schedule", "add", "x", "--cron", "@daily", "--recorded", "1y", "--pair", tiny_pair
+    )
+    assert door.json("schedule remove n")["name"] == "n"
+    assert door.json("schedule list")["schedules"] == []
