@@ -108,8 +108,10 @@ def sampling_of(trajectories: Iterable[Trajectory]) -> dict[str, Any] | None:
 def other_sampling(publication: Publication | None, sampling: Sampling, verifier: Verifier) -> str:
     """A line on a policy that is used under another sampling than it was tuned for; empty where it
     is not, or that is not known. At temperature 0 nothing else of the sampling matters."""
-    then, now = publication and publication.sampling, tuned_for(sampling, verifier)
-    if publication is None or then is None or now["temperature"] == then.get("temperature") == 0:
+    if publication is None or publication.sampling is None:
+        return ""
+    then, now = publication.sampling, tuned_for(sampling, verifier)
+    if now["temperature"] == then.get("temperature") == 0:
         return ""
     changed = [key for key, value in now.items() if key in then and then[key] != value]
     if not changed:

@@ -273,7 +273,7 @@ def test_the_pages_run(
     # less effort here.
     for pair in ("pair.json", "models.json"):
         put_profile(str(place / "spectune.db"), place / pair)
-    few = {"trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0, "budget_s": 1}
+    few = {"trials": 2, "finalists": 1, "tree_width": 0, "budget_s": 1}
     few["max_new_tokens"] = 8
     monkeypatch.setattr(spectune, "tune", partial(spectune.tune, **few), raising=False)
     run_page("README.md", place, monkeypatch)

@@ -27,8 +27,7 @@ PROMPTS = (
     *("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in"),
     "Ann buys 4 apples and",
 )
-TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "rivals": 1, "passes": 1, "tree_width": 0}
-TINY["budget_s"] = 1
+TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "budget_s": 1, "tree_width": 0}
 
 
 def test_importing_it_imports_nothing_else() -> None:

@@ -32,7 +32,6 @@ from spectune.optimizer.executed_load import Executed
 from spectune.optimizer.on_engine import about_recording
 from spectune.optimizer.proven_load import proof_of
 from spectune.optimizer.python import simulate
-from spectune.optimizer.search import TIE
 from spectune.optimizer.simulate.chain_tables import AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -53,6 +52,7 @@ from spectune.optimizer.simulate.step_costs import (
     step_terms,
 )
 from spectune.optimizer.texts import ComparedTexts
+from spectune.optimizer.timings import TIE
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair

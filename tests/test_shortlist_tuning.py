@@ -27,10 +27,11 @@ from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.record import Look, record
-from spectune.optimizer.search import TIE, Study, Trial, search, shortlist_bounds, worth_trying
+from spectune.optimizer.search import Study, Trial, search, shortlist_bounds, worth_trying
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import SHORTLIST_ORDER, Kinds, ShortlistLimit, Space, TreeLimit
+from spectune.optimizer.timings import TIE
 from spectune.optimizer.tune import TuneOptions, Tuning, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource

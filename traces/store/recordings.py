@@ -172,7 +172,7 @@ class Recordings(Storage):
                             .values(part=part)
                         )
                 return {row.ordinal: part for row, part in zip(rows, parts, strict=True)}
-        return {ordinal: part for ordinal, _, part in rows}
+        return {ordinal: part for ordinal, _, part in rows if part is not None}
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
