@@ -30,12 +30,14 @@ from spectune.traces.errors import PolicyError, TraceError
 
 @dataclass(frozen=True)
 class Raced:
-    """The ``candidates`` by role, the ``winner`` and the ``incumbent`` among them, and the race."""
+    """The ``candidates`` by role, the ``winner`` and the ``incumbent`` among them, and the race,
+    which took so many ``seconds``."""
 
     candidates: tuple[Candidate, ...]
     winner: Candidate
     incumbent: Candidate
     race: Comparison
+    seconds: float
 
 
 def run_race(
@@ -59,6 +61,7 @@ def run_race(
             predictions[name] = bench.predict(policy, "race")
         except (PolicyError, TraceError) as error:
             tell(f"{policy.label()} is raced without a prediction: {error}")
+    began = clock()
     comparison = race(
         bench,
         list(policies.values()),
@@ -69,6 +72,7 @@ def run_race(
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
     )
+    seconds = clock() - began
     outcomes = {name: prediction.result.outcome() for name, prediction in predictions.items()}
     candidates = candidates_of(roles, comparison, outcomes, incumbent)
     fastest = fastest_of(
@@ -79,7 +83,7 @@ def run_race(
     )
     by_policy = {candidate.policy.id: candidate for candidate in candidates}
     winner, base = by_policy[fastest.id], by_policy[incumbent.id]
-    return Raced(tuple(candidates), winner, base, comparison)
+    return Raced(tuple(candidates), winner, base, comparison, seconds)
 
 
 def confirm_winner(
@@ -98,9 +102,10 @@ def confirm_winner(
     if winner == incumbent:
         return None, raced.race.texts
     costs, units = raced.race.timings.seconds, bench.units("confirm")
-    both_s = sum(float(np.nanmean(costs[name])) for name in names)
-    remaining_s = left_s(budget_s, sum(float(np.nansum(of)) for of in costs.values()))
-    executions = planned(units, both_s, remaining_s, passes)
+    # A cost need not be seconds; what a unit takes is in proportion to it.
+    pace = raced.seconds / sum(float(np.nansum(of)) for of in costs.values())
+    both_s = pace * sum(float(np.nanmean(costs[name])) for name in names)
+    executions = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
     used = min(units, executions)
     spread = spread_of(raced.race.timings, winner, incumbent) or Spread()
     power = power_in_words(spread, units, executions, seconds=both_s, budget_s=budget_s)

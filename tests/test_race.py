@@ -3,10 +3,13 @@ ends, who wins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,17 +17,21 @@ import pytest
 from recorded_texts import plain_texts
 from synthetic import policy
 
+from spectune.optimizer.bench import Prediction
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
+from spectune.optimizer.prove import confirm_winner, run_race
 from spectune.optimizer.race import BLOCK, eliminate
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import TIE, Timings, finite
 from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.recording.panoramas import record_panorama
-from spectune.traces.schema import Request, Sampling, Workload
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Outcome, Request, Sampling, Workload
 
 
 class Machine:
@@ -214,3 +221,61 @@ def test_a_window_that_learns_begins_each_pass_as_it_began_the_first(pair: Loade
     alone = [run_replay(trace.select([n]), learner).counts[0, 0] for n in numbers]
     together = [r.counts.rounds for r in replayed.per_request]
     assert alone != together, "the state that is carried shows"
+
+
+class Loads:
+    """A bench of an engine: a unit is a run of its loads, which weigh alike; a policy with another
+    draft takes another server."""
+
+    by_size, block, spread, unit = False, 1, 0.02, "runs"
+
+    def __init__(self, cost: dict[str, float]) -> None:
+        self.cost, self.servers = cost, list[str]()
+        self._rng = np.random.default_rng(0)
+
+    def units(self, part: str) -> int:
+        return {"race": 4, "confirm": 8}[part]
+
+    def group(self, policy: Policy) -> str:
+        return policy.draft
+
+    def predict(self, policy: Policy, part: str) -> Prediction:
+        if policy == AUTOREGRESSIVE:
+            raise TraceError("nothing was recorded without a draft")
+        costs = self.cost[policy.id] * np.array([1.0, 30.0] * (self.units(part) // 2))
+        replayed = SimpleNamespace(outcome=lambda: Outcome(policy.label(), "replayed", ()))
+        return Prediction(costs, 1.0 / self.cost[policy.id], replayed)
+
+    @contextmanager
+    def execute(self, policies: Sequence[Policy], part: str) -> Iterator[Any]:
+        drafts = {policy.id: policy.draft for policy in policies}
+
+        def run(name: str, unit: int) -> float:
+            self.servers += [] if self.servers[-1:] == [drafts[name]] else [drafts[name]]
+            noise = np.exp(0.01 * self._rng.standard_normal())
+            return float(self.cost[name] * (1.0, 30.0)[unit % 2] * noise)
+
+        run.texts = ComparedTexts(0, 4, "float32")  # type: ignore[attr-defined]
+        run.outcome = lambda name, costs: Outcome(name, "executed", ())  # type: ignore[attr-defined]
+        yield run
+
+
+def test_race_and_confirmation_go_over_any_bench() -> None:
+    policies = [policy("near", 3), policy("far", 3), policy("near", 5)]
+    cost = {p.id: c for p, c in zip(policies, (1.0, 1.02, 1.2), strict=True)}
+    bench, told = Loads({**cost, AUTOREGRESSIVE.id: 1.3}), list[str]()
+    roles = {f"finalist {n}": p for n, p in enumerate(policies)}
+    how: dict[str, Any] = {"budget_s": 60.0, "passes": 2, "tell": told.append}
+    raced = run_race(bench, roles | {"incumbent": AUTOREGRESSIVE}, AUTOREGRESSIVE, **how)
+    assert raced.winner.policy == policies[0]
+    assert raced.incumbent.predicted is None
+    assert "is raced without a prediction: nothing was recorded" in told[0]
+    first = bench.servers[:3]
+    assert sorted(first) == ["far", "near", "none"], "each server is started once a unit"
+    confirmed, texts = confirm_winner(bench, raced, **how)
+    assert confirmed is not None
+    assert not confirmed.against
+    assert confirmed.ratio[1] < 1.3 < confirmed.ratio[2]
+    assert (confirmed.requests, texts.compared) == (8, 8)
+    assert "on 8 runs held out" in str(confirmed)
+    assert re.search(r"on 8 runs: a gain of 5% is published with a chance of \d+%", told[-1])

@@ -164,14 +164,15 @@ class Recordings(Storage):
                 _locked(session, name)
                 rows = session.execute(query).all()
                 parts = deal([(category, part) for _, category, part in rows])
-                for (ordinal, _, before), part in zip(rows, parts, strict=True):
-                    if before is None:
-                        session.execute(
-                            update(t)
-                            .where(t.recording_id == name, t.ordinal == ordinal)
-                            .values(part=part)
-                        )
-                return {row.ordinal: part for row, part in zip(rows, parts, strict=True)}
+                dealt = {row.ordinal: part for row, part in zip(rows, parts, strict=True)}
+                new = [
+                    {"recording_id": name, "ordinal": row.ordinal, "part": dealt[row.ordinal]}
+                    for row in rows
+                    if row.part is None
+                ]
+                if new:
+                    session.execute(update(t), new)
+                return dealt
         return {ordinal: part for ordinal, _, part in rows if part is not None}
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
