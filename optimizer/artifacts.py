@@ -43,8 +43,7 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
             ):
                 raise PolicyError(
                     f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair "
-                    f"{pair_id}: fit one to a recording of "
-                    "this pair (`fit classifier --from` carries a classifier over)"
+                    f"{pair_id}: fit one to a recording of this pair"
                 )
             if not isinstance(artifact.document, Mapping):
                 raise PolicyError(

@@ -23,7 +23,6 @@ from spectune.runtime.policies.document import (
     StaticGrowth,
     parse_policy,
 )
-from spectune.runtime.recording.panoramas import SHARPNESSES
 
 Parameters = Mapping[str, BaseDistribution]
 
@@ -72,11 +71,12 @@ RISE = 3 / 7
 0.6, 1.0)."""
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """C2T's thresholds that are tried."""
-SCORES = ("auto", *(f"coupled {s:g}" for s in SHARPNESSES))
-"""Scores of top-k growth that are tried with every draft: those that every recording covers."""
-CALIBRATED = "calibrated"
-"""The score with the sharpness that was calibrated on the draft's recorded trees, as a parameter.
-"""
+SCORES: Final[tuple[dict[str, Any], ...]] = (
+    {"score": "auto"},
+    {"score": "coupled", "sharpness": 1.5},
+    {"score": "coupled", "sharpness": 3.0},
+)
+"""Scores of top-k growth that are enumerated with every draft."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ ALL_KINDS = Kinds()
 class TreeLimit:
     """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and
     what was fitted on that: ids of ``bins`` and ``classifier`` (with the ``grown`` width and cap it
-    was covered at), ``static`` trees as rank paths, and the ``sharpness`` of its score, None where
-    those of :data:`SCORES` do as well."""
+    was covered at), and ``static`` trees as rank paths."""
 
     width: int
     depth: int
@@ -116,19 +115,6 @@ class TreeLimit:
     classifier: str | None = None
     grown: int = 8
     static: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    sharpness: float | None = None
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Names of the scores that are worth trying."""
-        return SCORES if self.sharpness is None else (CALIBRATED, *SCORES)
-
-    def score(self, name: str) -> dict[str, Any]:
-        """What a growth's document says for one of :data:`SCORES` or :data:`CALIBRATED`."""
-        kind, _, said = name.partition(" ")
-        if kind == CALIBRATED:
-            kind, said = "coupled", "" if self.sharpness is None else str(self.sharpness)
-        return {"score": kind} | ({"sharpness": float(said)} if said else {})
 
     def can_grow(self, growth: str) -> bool:
         """Whether there are trees of a kind of growth."""
@@ -276,8 +262,8 @@ def _tree_blocks(limit: TreeLimit) -> Iterator[dict[str, Any]]:
     sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, DEFAULT_TOP_N)
     deepest = {"kind": "fixed", "gamma": limit.depth}
     for width in (w for w in (2, 3, 4, 6, 8, 10, 16) if w <= limit.width):
-        scores = [{"kind": "top_k", "width": width, **limit.score(name)} for name in limit.scores]
-        papers, sharpest = scores[-len(SCORES)], scores[-1]
+        scores = [{"kind": "top_k", "width": width, **score} for score in SCORES]
+        papers, sharpest = scores[0], scores[-1]
         for depth in range(1, limit.depth + 1):
             fixed = {"kind": "fixed", "gamma": depth}
             pool = width + (depth - 1) * width * width
@@ -359,7 +345,8 @@ class Space:
         }
         if growth == "top_k":
             found["width"] = IntDistribution(2, max(2, *(limit.width for limit in limits)))
-            found["score"] = CategoricalDistribution((*SCORES, CALIBRATED))
+            found["score"] = CategoricalDistribution(("auto", "coupled"))
+            found["sharpness"] = FloatDistribution(0.25, 8.0, log=True)
         else:
             found["beta"] = CategoricalDistribution(BETAS)
             found["early_exit"] = CategoricalDistribution((False, True))
@@ -458,10 +445,6 @@ def _values(policy: Policy, limit: TreeLimit) -> dict[str, Any]:
         "rise": (second - first) / (1.0 - first) if first < 1.0 else RISE,
         "early_exit": values.get("width") == 1,
     }
-    if growth.kind == "top_k":
-        said = growth.model_dump().items()
-        scores = (name for name in limit.scores if limit.score(name).items() <= said)
-        values["score"] = next(scores, SCORES[0])
     return values
 
 
@@ -501,7 +484,9 @@ def _tree(chosen: Mapping[str, Any], limit: TreeLimit, depth: int) -> dict[str, 
             return {"growth": growth}
     else:
         width = min(chosen["width"], limit.width)
-        growth = {"kind": "top_k", "width": width, **limit.score(chosen["score"])}
+        growth = {"kind": "top_k", "width": width, "score": chosen["score"]}
+        if chosen["score"] == "coupled":
+            growth["sharpness"] = round(chosen["sharpness"], 2)
     blocks: dict[str, Any] = {"growth": growth, "select": {"top_n": chosen["top_n"]}}
     alpha = min(chosen["alpha"], limit.depth - depth)
     if alpha > 0 and limit.bins is not None:

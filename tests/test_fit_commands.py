@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, ver
 from spectune.optimizer.fit.c2t import classifier_examples
 from spectune.optimizer.fit.heterospec import bin_rounds
 from spectune.optimizer.fit.recorded_trees import RecordedTrees
-from spectune.optimizer.fit.score import score_examples
 from spectune.optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
 from spectune.optimizer.fit.sequoia import rank_acceptance
 from spectune.optimizer.parts import split
@@ -166,45 +164,6 @@ def test_acceptance_by_level_and_rank(shared: TraceStore) -> None:
     assert len(rank_acceptance(RecordedTrees.of(r.trace, "near"), 3, least=10**6).chance) == 1
 
 
-@either
-def test_laws_of_the_score_are_the_texts_own(shared: TraceStore, which: int) -> None:
-    r = recorded(shared, which)
-    trees = RecordedTrees.of(r.trace, "near")
-    laws = score_examples(trees, 3, DEPTH, count=10**6)
-    expected = []
-    offsets = r.trace.offsets[:-1].tolist()
-    for offset, t, p in zip(offsets, r.loaded.trajectories, r.trees, strict=True):
-        for i in range(min(p.positions, t.max_new_tokens - 1)):
-            slot = int(p.trie.text_slot[i])
-            count, taken = min(3, int(p.trie.count[i])), slot if slot < 3 else -1
-            expected.append((offset + i, *p.trie.gap[i, :3].tolist(), count, taken))
-    found = [laws.start, *laws.gap.T, laws.count, laws.taken]
-    assert [tuple(map(int, row)) for row in zip(*found, strict=True)] == expected
-    assert {0, 1, -1} <= set(laws.taken.tolist())
-    assert laws.q[:, 0].max() <= 1
-    few = score_examples(trees, WIDTH, 1, count=9, seed=4)
-    assert few.start.tolist() == trees.pick(1, 9, 4).tolist()
-
-
-def test_a_heads_laws_are_followed_along_the_text(shared: TraceStore) -> None:
-    """Laws that depend on their start are read level by level; where they do not, a later start's
-    are the same."""
-    r = recorded(shared, 1)
-    trees = RecordedTrees.of(r.trace, "near")
-    single = score_examples(trees, WIDTH, 1, count=10**6)
-    apart = replace(trees, forest=replace(trees.forest, shared=False))
-    deep = score_examples(apart, WIDTH, 3, count=10**6)
-    taken = dict(zip(single.start.tolist(), single.taken.tolist(), strict=True))
-    expected = []
-    for level in range(3):
-        for start in taken:
-            walked = [taken.get(start + i, -1) for i in range(level)]
-            if trees.levels[start] > level and min(walked, default=0) >= 0:
-                expected.append((start, taken[start + level]))
-    assert list(zip(deep.start.tolist(), deep.taken.tolist(), strict=True)) == expected
-    assert len(single) < len(deep) < 3 * len(single)
-
-
 def test_starts_are_of_the_requests_selected_and_chosen_by_seed(shared: TraceStore) -> None:
     r = recorded(shared, 0)
     trees = RecordedTrees.of(r.trace.select([2, 1]), "near")
@@ -227,7 +186,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         "bins": fit(door, "bins", depth=3, top_n=10),
         "classifier": fit(door, "classifier", epochs=3, hidden=12),
         "static_tree": fit(door, "static-tree", nodes=6, depth=3),
-        "score": fit(door, "score", width=3, depth=4),
     }
     info = shared.get_recording("latest")
     texts = shared.load(info.id, ())
@@ -243,7 +201,7 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         beside = {key: found[key] for key in ("artifact", "kind", "policy")}
         assert found == stored.document | beside
         policy = json.dumps(found["policy"])
-        if kind in ("classifier", "score"):
+        if kind == "classifier":
             door.json("record --resume latest", pair=door.pair, cover=policy, **size)
         simulated = door.json("simulate", policy=policy)
         assert simulated["mean_accepted_length"] > 1.2
@@ -256,13 +214,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     assert made["classifier"]["hidden"] == 12
     assert len(made["static_tree"]["paths"]) == 6
     assert made["static_tree"]["expected_tokens_per_s"] is None
-    score = made["score"]
-    sharp = {"score": "coupled", "sharpness": score["sharpness"]}
-    assert score["policy"]["growth"] == {"kind": "top_k", "width": 3, **sharp}
-    assert score["loss"].keys() == {"fitted", "default", "probability"}
-    assert [row["rank"] for row in score["ranks"]] == [0, 1, 2]
-    assert 0.25 <= score["sharpness"] <= 8
-    assert score["laws"] > score["held_out"] > 0
 
 
 def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
@@ -277,9 +228,8 @@ def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("bins", ("mean TCR", "up to, nats", "R2", "Jaccard")),
+        ("bins", ("mean TCR", "up to, nats", "R2")),
         ("classifier --epochs 12", ("recall", "positive rate", "trained on")),
-        ("score", ("sharpness", "rank", "accepted", "log loss", "held-out distributions")),
         ("static-tree --nodes 4 --depth 2", ("paths", "0/0", "tokens a round expected")),
     ],
 )
@@ -305,28 +255,6 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
     assert free["expected_tokens"] == pytest.approx(cheap["expected_tokens"])
 
 
-def test_a_classifier_is_carried_to_another_draft(door: Door, shared: TraceStore) -> None:
-    first = fit(door, "classifier", epochs=5, features=["probability", "depth"])
-    id = first["artifact"]
-    carried = fit(door, "classifier", "far", from_=id[:8], epochs=4, fraction=0.5)
-    assert (carried["draft"], carried["from"], carried["fraction"]) == ("far", id, 0.5)
-    assert carried["metrics"]["fine_tuned"]
-    features = [made["metrics"]["features"] for made in (carried, first)]
-    assert features == [["probability", "depth"]] * 2
-    old, new = (shared.get_artifact(x["artifact"]) for x in (first, carried))
-    assert not np.array_equal(old.arrays["w1"], new.arrays["w1"])
-    assert not new.arrays["w1"][:, 1].any()
-    growth = {"kind": "classifier", "artifact": id}
-    policy = {"draft": "far", "growth": growth, "window": {"kind": "fixed", "gamma": 3}}
-    line = door.error("simulate", policy=json.dumps(policy))
-    assert "was fitted on draft 'near', this policy drafts with 'far'" in line
-    assert f"fit classifier --from {id}" in line
-    frozen = fit(door, "classifier", "far", from_=id, fraction=0)
-    assert (frozen["draft"], frozen["from"], frozen["metrics"]["fine_tuned"]) == ("far", id, False)
-    new = shared.get_artifact(frozen["artifact"])
-    assert all(np.array_equal(old.arrays[w], new.arrays[w]) for w in ("w1", "b1", "w2", "b2"))
-
-
 def test_artifacts_of_another_pair(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
     """A draft's name is no proof: the artifact may be of another pair's draft."""
     shared.put_pair(OTHER_PAIR, "other", pair.spec.to_json())
@@ -346,27 +274,12 @@ def test_artifacts_of_another_pair(door: Door, shared: TraceStore, pair: LoadedP
         ("bins --draft ngram", "grows no trees"),
         ("bins --draft near --depth 6", "the recording holds 5: .*--tree-depth 6"),
         ("classifier --draft near --width 5", "the recording holds 4: .*--tree-width 5"),
-        ("score --draft near --width 5", "the recording holds 4"),
-        ("score --draft near --width 1", "needs distributions of two or more children"),
-        ("score --draft near --starts 1", "of two groups or more; record more"),
-        ("score --draft third", "has no draft 'third'"),
-        ("classifier --draft near --from ffffff", "there is no artifact 'ffffff'"),
-        ("classifier --draft near --fraction 0.5", "give --from as well"),
         ("classifier --draft near --starts 1", "at least two, there are 1"),
         ("static-tree --draft near --nodes 200 --depth 1", "no tree of 200 nodes"),
     ],
 )
 def test_what_cannot_be_fitted(door: Door, command: str, says: str) -> None:
     assert re.search(says, door.error(f"fit {command}"))
-
-
-def test_what_cannot_be_fine_tuned(door: Door) -> None:
-    carry = "fit classifier --draft near"
-    bins = fit(door, "bins")["artifact"]
-    assert f"artifact {bins} is a bins, not a classifier" in door.error(carry, from_=bins)
-    weights = fit(door, "classifier", epochs=1)["artifact"]
-    line = door.error(carry, from_=weights, hidden=12)
-    assert "leave --hidden and --features out" in line
 
 
 def test_a_recording_without_trees(door: Door, tmp_path: Path) -> None:

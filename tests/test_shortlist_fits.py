@@ -16,7 +16,7 @@ from spectune.optimizer.fit import clusters as fitting
 from spectune.optimizer.fit.clusters import cluster, cohesion, default_clusters
 from spectune.optimizer.fit.dynaspec import Contexts, cluster_labels, score_router, train_router
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order
-from spectune.optimizer.fit.perceptron import Weights
+from spectune.optimizer.fit.perceptron import weights
 from spectune.optimizer.fit.shared import held_out
 from spectune.runtime.policies.dynaspec import Clusters, Routing, cluster_budget
 from spectune.runtime.policies.fr_spec import Frequencies, frequency_budget
@@ -172,19 +172,20 @@ def normal(*shape: int, seed: int = 20) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_weights(inputs: int = 10, hidden: int = 7, count: int = 5, seed: int = 0) -> Weights:
-    g = torch.Generator().manual_seed(seed)
-    shapes = ((hidden, inputs), (hidden,), (count, hidden), (count,))
-    return Weights(*(torch.randn(shape, generator=g) for shape in shapes))
+def random_network(
+    inputs: int = 10, hidden: int = 7, count: int = 5, seed: int = 0
+) -> torch.nn.Sequential:
+    layers = torch.nn.Linear(inputs, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, count)
+    network, g = torch.nn.Sequential(*layers), torch.Generator().manual_seed(seed)
+    for weight in network.parameters():
+        weight.data = torch.randn(weight.shape, generator=g)
+    return network.requires_grad_(False)
 
 
 def test_scores_are_those_of_the_network() -> None:
-    router, x = Router(*random_weights()), (normal(9, 4), normal(9, 6))
-    network = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5))
-    for weight, name in zip(network.parameters(), ("w1", "b1", "w2", "b2"), strict=True):
-        weight.data = getattr(router, name)
-    expected = network(torch.cat(x, 1)).detach()
-    torch.testing.assert_close(router.scores(*x), expected, rtol=0, atol=1e-5)
+    network, x = random_network(), (normal(9, 4), normal(9, 6))
+    router = Router(*weights(network))
+    torch.testing.assert_close(router.scores(*x), network(torch.cat(x, 1)), rtol=0, atol=1e-5)
     assert router.scores(*(part[:0] for part in x)).shape == (0, 5)
 
 
@@ -200,7 +201,10 @@ def test_the_best_clusters_and_their_ties() -> None:
 def test_a_routing_survives_its_document() -> None:
     head = normal(30, 6)
     clusters = Clusters(np.arange(30) % 4, 5)
-    routing = Routing(tuple(w.numpy() for w in random_weights()), clusters, head_hash(head))
+    layers = weights(random_network())
+    routing = Routing(tuple(w.numpy() for w in layers), clusters, head_hash(head))
+        tuple(w.numpy() for w in weights(random_network())), clusters, head_hash(head)
+    )
     document, arrays = routing.to_document()
     assert (document["inputs"], document["hidden"], document["clusters"]) == (10, 7, 5)
     again = Routing.from_document(json.loads(json.dumps(document)), arrays)
@@ -268,15 +272,12 @@ def test_a_planted_rule_is_learned(planted: tuple[Contexts, Clusters, Frequencie
     assert min(scores["recall"][1], scores["first"][1]) > 0.99
     assert scores["mass"][1] == pytest.approx(scores["ceiling"], abs=0.01)
     assert scores["frequency"][1] < scores["mass"][1] - 0.3
-    losses = [point["held_out_loss"] for point in scores["curve"]]
-    assert [point["epoch"] for point in scores["curve"]] == list(range(26))
-    assert scores["curve"][0]["loss"] is None
-    assert losses[-1] < 0.1 < 10 < losses[0], "20 clusters at log 2 each, before"
+    assert scores["loss"] < 0.1, "20 clusters at log 2 each would be 14"
     # the loss of section 4.2, of the stored weights on raw inputs: standardising is folded in
     y = torch.from_numpy(cluster_labels(read.top[held], clusters)).float()
     x = read.take(held).inputs
     each = torch.nn.functional.binary_cross_entropy_with_logits(router(x), y, reduction="none")
-    assert float(each.sum(1).mean()) == pytest.approx(losses[-1], abs=1e-3)
+    assert float(each.sum(1).mean()) == pytest.approx(scores["loss"], abs=1e-3)
 
 
 def test_training_depends_on_its_seed_and_its_own_part_alone(
@@ -291,8 +292,7 @@ def test_training_depends_on_its_seed_and_its_own_part_alone(
         train_router(x, clusters, frequencies, hidden=8, epochs=1, seed=s)
         for x, s in ((read, 4), (read, 4), (read, 5), (other, 4))
     )
-    for name in ("w1", "b1", "w2", "b2"):
-        one, same, unlike, spoiled = (getattr(found[0], name) for found in (a, b, c, d))
+    for one, same, unlike, spoiled in zip(*(weights(x[0]) for x in (a, b, c, d)), strict=True):
         assert torch.equal(one, same)
         assert torch.equal(one, spoiled), "nothing of the held-out texts is learned from"
         assert not torch.equal(one, unlike)
@@ -309,7 +309,7 @@ def test_scores_are_those_of_the_shortlists_themselves() -> None:
     n, vocab, count = 60, 50, 9
     clusters = Clusters(rng.integers(0, count - 1, vocab), count)
     frequencies = frequency_order(rng.integers(0, 20, vocab), [3, 8])
-    router = random_weights(count=count, seed=9)
+    router = random_network(count=count, seed=9)
     x = normal(n, 10)
     tokens = np.array([rng.choice(vocab, 6, replace=False) for _ in range(n)])
     p = np.sort(rng.dirichlet(np.ones(8), n)[:, :6], axis=1)[:, ::-1]

@@ -12,7 +12,7 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
-from spectune.optimizer.commands.options import MOMENT, SEED, FiniteRange, Whole, together
+from spectune.optimizer.commands.options import MOMENT, SEED, Whole, together
 from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, note
 from spectune.optimizer.commands.shared import (
     load,
@@ -31,7 +31,7 @@ View = Callable[[dict[str, Any]], Any]
 
 @click.group(cls=Group)
 def fit() -> None:
-    """Fit to a recording what trees (bins, classifier, score, static-tree), shortlists
+    """Fit to a recording what trees (bins, classifier, static-tree), shortlists
     (frequencies, clusters, router) and a draft for each prompt (chooser) need."""
 
 
@@ -113,58 +113,18 @@ def bins(**kw: Any) -> None:
 @tree_options
 @option("--depth", "Levels of the trees; default: as recorded.", Whole(1, 64))
 @option("--hidden", "Hidden units; default: 48.", Whole(2, 48))
-@option(
-    "--features",
-    "Only these; repeatable. Default: all three.",
-    click.Choice(["probability", "entropy", "depth"]),
-    multiple=True,
-)
 @option("--epochs", "Passes over the nodes; default: 10, more where these are few.", EPOCHS)
-@option(
-    "--from carried",
-    "Fine-tune this classifier, of any draft, instead of a new one.",
-    metavar="ARTIFACT",
-)
-@option(
-    "--fraction",
-    "With --from: share of the rounds to fine-tune on; default: 0.1. 0: carried over as it is, "
-    "only scored.",
-    FiniteRange(0.0, 1.0),
-)
 @sample_options
 def classifier(**kw: Any) -> None:
-    """The node classifier of `growth` classifier (C2T), trained, or carried over from another draft
-    with --from.
+    """The node classifier of `growth` classifier (C2T), trained on a draft's recorded trees.
 
     \b
     Example:  cli.py fit classifier --draft small
-              cli.py fit classifier --draft medium --from 3f2a
     """
     from spectune.optimizer.fit.c2t import fit_c2t
     from spectune.optimizer.report.tables import classifier_table
-    from spectune.traces.errors import PolicyError
 
-    if kw["fraction"] is not None and kw["carried"] is None:
-        raise PolicyError("--fraction says how much is fine-tuned on: give --from as well")
     _fit_trees(fit_c2t, classifier_table, **kw)
-
-
-@fit.command("score")
-@tree_options
-@option("--depth", "Levels of a head's trees; default: as recorded.", Whole(1, 64))
-@sample_options
-def score(**kw: Any) -> None:
-    """The `sharpness` of the score `coupled`: how far a gap between siblings lowers the estimate
-    that a node is accepted.
-
-    \b
-    Example:  cli.py fit score --draft small
-              cli.py fit score --recording latest --draft head --width 6
-    """
-    from spectune.optimizer.fit.score import fit_score
-    from spectune.optimizer.report.tables import score_table
-
-    _fit_trees(fit_score, score_table, **kw)
 
 
 @fit.command("static-tree")

@@ -11,7 +11,7 @@ trees are grown by, are the runtime's: :class:`runtime.policies.c2t.ClassifierWe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,21 +20,18 @@ import numpy.typing as npt
 import torch
 
 from spectune.optimizer.fit import perceptron
-from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
-from spectune.optimizer.fit.shared import StoredFit, held_out, stored
+from spectune.optimizer.fit.shared import StoredFit, held_out
 from spectune.runtime.policies.artifacts import CLASSIFIER
-from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, nats, read_weights
+from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, nats
 from spectune.runtime.policies.eagle2 import INFINITE
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.trees.grow import NONE, Growing, TreeRule
-from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.errors import TraceError
 
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-Trained = tuple[ClassifierWeights, dict[str, Any]]
 
-FEATURES: Final = ("probability", "entropy", "depth")
 STARTS: Final = 4000
 """Starts whose nodes a classifier is trained on; each has hundreds."""
 CHUNK: Final = 512
@@ -51,8 +48,6 @@ HELD_OUT: Final = 0.05
 """Share of the trees that figures are of."""
 LEARNING_RATE: Final = 1e-3
 """Adam's default. Our text of appendix B.2 has lost the paper's number."""
-FINE_TUNE_RATE: Final = 1e-4
-"""A tenth of that. Lost from appendix B.4 as well."""
 NEGATIVES: Final = 1.0
 """Rejected nodes trained on for each accepted one. Appendix B.2 samples negatives without saying
 how many; as many as positives calls about a tenth of a tree positive at 0.5, as the paper's
@@ -77,14 +72,14 @@ class Examples:
         """These rows (numbers or a mask)."""
         return Examples(*(column[rows] for column in vars(self).values()))
 
-    def features(self, mask: Flags) -> torch.Tensor:
-        """Raw features float64 [n, 3]; those outside of the ``mask`` are 0."""
+    def features(self) -> torch.Tensor:
+        """Raw features float64 [n, 3]: joint probability, entropy in nats, depth."""
         columns = (
             np.exp(-nats(self.joint_code)),
             nats(self.entropy_code),
             self.depth.astype(np.float64),
         )
-        return torch.from_numpy(np.stack(columns, axis=1) * mask)
+        return torch.from_numpy(np.stack(columns, axis=1))
 
 
 def fit_c2t(
@@ -92,48 +87,31 @@ def fit_c2t(
     *,
     depth: int | None = None,
     width: int | None = None,
-    hidden: int | None = None,
-    features: Sequence[str] = (),
+    hidden: int = HIDDEN,
     epochs: int | None = None,
-    carried: str | None = None,
-    fraction: float = 0.1,
     starts: int = STARTS,
     seed: int = 0,
     progress: Progress = silent,
 ) -> StoredFit:
     """Trains and stores a classifier for trees of ``depth`` and ``width``, as recorded by default.
 
-    ``carried`` names a classifier, of any draft, that is fine-tuned on ``fraction`` of the trees
-    instead (appendix B.4); it keeps its size and its features. ``epochs`` is by default the paper's
-    number, more where that makes fewer than :data:`STEPS` steps. Raises TraceError when too little
-    was recorded, PolicyError for something else than a classifier to carry over.
+    ``epochs`` is by default the paper's number, more where that makes fewer than :data:`STEPS`
+    steps. Raises TraceError when too little was recorded.
     """
-    first = None if carried is None else _carried(source, carried)
-    if first is not None and (hidden is not None or features):
-        raise PolicyError(
-            "--from goes on with a classifier as it is: leave --hidden and --features out"
-        )
     trees = source.trees
     width, depth = width or trees.forest.width, depth or trees.forest.depth
     examples = classifier_examples(trees, width, depth, count=starts, seed=seed, progress=progress)
     if epochs is None:
-        used = (1 + NEGATIVES) * int(examples.accepted.sum()) * (1.0 if first is None else fraction)
-        epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, used / BATCH))))
-    steps: dict[str, Any] = {"seed": seed, "epochs": epochs, "progress": progress}
+        balanced = (1 + NEGATIVES) * int(examples.accepted.sum())
+        epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, balanced / BATCH))))
     try:
-        if first is None:
-            size: dict[str, Any] = {
-                "hidden": hidden or HIDDEN,
-                "features": tuple(features) or FEATURES,
-            }
-            made, metrics = train(examples, **size, **steps)
-        else:
-            made, metrics = fine_tune(first[1], examples, fraction, **steps)
+        weights, metrics = train(
+            examples, hidden=hidden, epochs=epochs, seed=seed, progress=progress
+        )
     except ValueError as error:
         raise TraceError(f"recording {source.info.id}: {error}") from None
     fitted = {
-        "hidden": made.hidden,
-        "features": list(FEATURES),
+        "hidden": weights.hidden,
         "metrics": metrics,
         "depth": depth,
         "width": width,
@@ -142,12 +120,11 @@ def fit_c2t(
         "accepted": int(examples.accepted.sum()),
         "seed": seed,
     }
-    fitted |= {} if first is None else {"from": first[0], "fraction": fraction}
     growth = {"kind": "classifier", "width": width, "cap": width}
     return source.keep(
         CLASSIFIER,
         fitted,
-        {name: getattr(made, name) for name in WEIGHTS},
+        {name: getattr(weights, name) for name in WEIGHTS},
         tuple(vars(examples).values()),
         depth,
         lambda artifact: {"growth": {**growth, "artifact": artifact}},
@@ -226,77 +203,39 @@ def train(
     examples: Examples,
     *,
     hidden: int = HIDDEN,
-    features: Sequence[str] = FEATURES,
+    epochs: int = EPOCHS,
+    batch: int = BATCH,
+    learning_rate: float = LEARNING_RATE,
     seed: int = 0,
-    **steps: Any,
-) -> Trained:
-    """Trains a classifier as appendix B.2, on ``features`` (table 1's ablation): its weights on raw
-    features in the order of :data:`FEATURES` (zeros for one that is left out), and its metrics,
-    JSON-ready: ``recall`` and ``positive_rate`` on the held-out trees, ``curve`` (both and the
-    training loss by epoch, 0 being before training), and what it was trained with.
+    progress: Progress = silent,
+) -> tuple[ClassifierWeights, dict[str, Any]]:
+    """Trains a classifier as appendix B.2; returns its weights and its figures, JSON-ready.
 
-    :data:`HELD_OUT` of the trees are kept for evaluation, as they are; of the others all accepted
-    nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without replacement, are
-    trained on. ``steps`` are of :func:`_descend`. The same seed gives the same classifier on the
-    same machine. Raises ValueError where there are fewer than two trees, or nothing accepted or
-    rejected among those trained on.
+    :data:`HELD_OUT` of the trees are kept for :func:`evaluate`, as they are; of the others all
+    accepted nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without
+    replacement, are trained on. Raises ValueError where there are fewer than two trees, or nothing
+    accepted or rejected among those trained on.
     """
-    mask = np.array([name in features for name in FEATURES])
-    held = held_out(examples.tree, HELD_OUT, seed)
-    used, made = examples.take(~held), {"fine_tuned": False}
-    return _descend(None, used, examples.take(held), mask, made, seed=seed, hidden=hidden, **steps)
-
-
-def fine_tune(
-    classifier: ClassifierWeights,
-    examples: Examples,
-    fraction: float = 0.1,
-    *,
-    seed: int = 0,
-    **steps: Any,
-) -> Trained:
-    """Goes on training with other examples (appendix B.4): ``fraction`` of their trees, none of
-    them held out; 0 leaves the classifier as it is and only scores it, on all of them (transfer
-    without training, table 2).
-
-    Everything else as in :func:`train`; a feature the classifier was trained without stays out. The
-    curve's epoch 0 is the classifier as it came. Raises ValueError as :func:`train` does.
-    """
-    mask = (classifier.w1 != 0).any(axis=0)
-    made = {"fine_tuned": fraction > 0, "fraction": fraction}
-    if fraction == 0:
-        curve = [{"epoch": 0, "loss": None, **evaluate(classifier, examples)}]
-        nothing = examples.take(np.zeros(len(examples), np.bool_))
-        metrics = _metrics(curve, nothing, examples, mask) | {"epochs": 0, "seed": seed, **made}
-        return classifier, metrics
-    held = held_out(examples.tree, HELD_OUT, seed)
-    learning = examples.take(~held)
-    trees = np.unique(learning.tree)
-    count = min(len(trees), max(1, round(fraction * len(np.unique(examples.tree)))))
-    drawn = np.random.default_rng(seed).permutation(trees)[:count]
-    learning = learning.take(np.isin(learning.tree, drawn))
-    start = Weights(*(torch.from_numpy(getattr(classifier, name)) for name in WEIGHTS))
-    start = start._replace(w2=start.w2[None])
-    steps = {"learning_rate": FINE_TUNE_RATE, **steps}
-    return _descend(start, learning, examples.take(held), mask, made, seed=seed, **steps)
-
-
-def _metrics(
-    curve: Sequence[Mapping[str, Any]], used: Examples, held: Examples, mask: Flags
-) -> dict[str, Any]:
-    """What is said of any classifier: its figures after the last epoch, of the examples trained on
-    and held out."""
-    positives = int(used.accepted.sum())
-    return {
-        "recall": curve[-1]["recall"],
-        "positive_rate": curve[-1]["positive_rate"],
-        "curve": list(curve),
+    apart = held_out(examples.tree, HELD_OUT, seed)
+    held, learning = examples.take(apart), _balanced(examples.take(~apart), seed)
+    model = perceptron.train(
+        learning.features(),
+        torch.from_numpy(learning.accepted)[:, None],
+        hidden=hidden,
+        epochs=epochs,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        progress=progress,
+    )
+    w1, b1, w2, b2 = (w.numpy() for w in perceptron.weights(model))
+    classifier, positives = ClassifierWeights(w1, b1, w2[0], b2), int(learning.accepted.sum())
+    return classifier, {
+        **evaluate(classifier, held),
         "positives": positives,
-        "negatives": len(used) - positives,
+        "negatives": len(learning) - positives,
         "held_out": len(held),
-        "held_out_accepted": int(held.accepted.sum()),
-        "features": [name for name, is_used in zip(FEATURES, mask, strict=True) if is_used],
-        "negatives_per_positive": NEGATIVES,
+        "epochs": epochs,
     }
 
 
@@ -312,47 +251,3 @@ def _balanced(examples: Examples, seed: int) -> Examples:
     count = min(len(negative), max(1, round(NEGATIVES * len(positive))))
     drawn = np.random.default_rng(seed).choice(negative, count, replace=False)
     return examples.take(np.sort(np.concatenate([positive, drawn])))
-
-
-def _descend(
-    start: Weights | None,
-    examples: Examples,
-    held: Examples,
-    mask: Flags,
-    made: Mapping[str, Any],
-    *,
-    seed: int,
-    hidden: int = HIDDEN,
-    epochs: int = EPOCHS,
-    batch: int = BATCH,
-    learning_rate: float = LEARNING_RATE,
-    progress: Progress = silent,
-) -> Trained:
-    """Adam from ``start``, or from random weights, on the features in the ``mask`` of balanced
-    ``examples``; ``made`` is what the metrics say beside the figures."""
-
-    def classifier(weights: Weights) -> ClassifierWeights:
-        w1, b1, w2, b2 = (w.numpy() for w in weights)
-        return ClassifierWeights(np.where(mask, w1, np.float32(0)), b1, w2[0], b2)
-
-    curve: list[dict[str, Any]] = []
-
-    def after(epoch: int, loss: float | None, weights: Weights) -> None:
-        curve.append({"epoch": epoch, "loss": loss, **evaluate(classifier(weights), held)})
-        progress("epochs", epoch, epochs)
-
-    used = _balanced(examples, seed)
-    x, y = used.features(mask), torch.from_numpy(used.accepted)[:, None]
-    steps: dict[str, Any] = {"epochs": epochs, "batch": batch, "learning_rate": learning_rate}
-    last = perceptron.train(x, y, start=start, hidden=hidden, seed=seed, after=after, **steps)
-    metrics = {**_metrics(curve, used, held, mask), **steps, "seed": seed, **made}
-    return classifier(last), metrics
-
-
-def _carried(source: TreeSource, name: str) -> tuple[str, ClassifierWeights]:
-    """(id, weights) of a stored classifier. Raises PolicyError for anything else."""
-    found = stored(source.store, "--from", name, CLASSIFIER)
-    try:
-        return found.id, read_weights(found.arrays)
-    except ValueError as error:
-        raise PolicyError(f"--from {name}: artifact {found.id}: {error}") from None

@@ -16,12 +16,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.clusters import check_draft, cohesion, fit_clusters, stored_clusters
 from spectune.optimizer.fit.draft_distributions import WholeDistributions, states_over
 from spectune.optimizer.fit.fr_spec import count_tokens, frequency_order, shown_sizes, token_ids
-from spectune.optimizer.fit.perceptron import Weights
 from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.shared import LeftOut, StoredFit, held_out, keep, search_texts, stored
 from spectune.optimizer.simulate.shortlist_ranks import ClusterRanks
@@ -131,7 +131,7 @@ def fit_router(
         seed=seed,
         progress=progress,
     )
-    weights = tuple(w.numpy() for w in router)
+    weights = tuple(w.numpy() for w in perceptron.weights(router))
     described, arrays = Routing(weights, partition, output.hash).to_document()
     document = {
         "recording": recording,
@@ -271,14 +271,10 @@ def train_router(
     learning_rate: float = LEARNING_RATE,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[Weights, dict[str, Any]]:
+) -> tuple[nn.Sequential, dict[str, Any]]:
     """Trains a router by binary cross-entropy on multi-hot labels (section 4.2), and scores it on
-    texts held out (:func:`score_router`).
-
-    The scores' ``curve``, by epoch, 0 being before training: the loss (equation of section 4.2, a
-    sum over clusters) on the examples trained on, None at 0, and on those held out. The same seed
-    gives the same router on the same machine. Raises TraceError where there are fewer than two
-    texts."""
+    texts held out (:func:`score_router`; ``loss``, nats a context). The same seed gives the same
+    router on the same machine. Raises TraceError where there are fewer than two texts."""
     try:
         held = held_out(contexts.group, HELD_OUT, seed)
     except ValueError as error:
@@ -288,22 +284,22 @@ def train_router(
         torch.from_numpy(cluster_labels(part.top[:, :labels], clusters))
         for part in (learning, apart)
     )
-    curve: list[dict[str, float | None]] = []
-
-    def after(epoch: int, loss: float | None, weights: Weights) -> None:
-        apart_loss = perceptron.mean_loss(weights, apart.inputs, y_apart)
-        curve.append({"epoch": epoch, "loss": loss, "held_out_loss": apart_loss})
-        progress("epochs", epoch, epochs)
-
-    steps: dict[str, Any] = {"epochs": epochs, "batch": BATCH, "learning_rate": learning_rate}
-    steps |= {"hidden": hidden, "seed": seed, "after": after}
-    router = perceptron.train(learning.inputs, y, **steps)
+    router = perceptron.train(
+        learning.inputs,
+        y,
+        hidden=hidden,
+        epochs=epochs,
+        batch=BATCH,
+        learning_rate=learning_rate,
+        seed=seed,
+        progress=progress,
+    )
     scores = score_router(router, apart, clusters, frequencies, labels=labels)
-    return router, {**scores, "curve": curve}
+    return router, {**scores, "loss": perceptron.loss_of(router, apart.inputs, y_apart)}
 
 
 def score_router(
-    router: Weights,
+    router: nn.Module,
     contexts: Contexts,
     clusters: Clusters,
     frequencies: Frequencies,
@@ -324,7 +320,7 @@ def score_router(
     ks = [1 << i for i in range(max(1, (clusters.count - 1).bit_length()))]
     n, tokens, mass = len(contexts.top), contexts.top, contexts.probabilities
     with torch.no_grad():
-        parts = torch.split(contexts.inputs, perceptron.SCORED)
+        parts = torch.split(contexts.inputs, perceptron.BATCH_OF_SCORES)
         order = torch.cat([top_clusters(router(part), clusters.count) for part in parts]).numpy()
     place = np.argsort(order, axis=1)  # of each cluster in its context's order
     of = clusters.of[tokens]

@@ -31,10 +31,6 @@ ALPHA: Final = 3
 """Levels that HeteroSpec grows beyond the depth its bins are fitted at, at most."""
 LAYERS: Final = 3
 """Layers of the paper's regression tree: at most 8 bins."""
-DEEPER_LAYERS: Final = (4, 5, 6)
-"""Deeper trees that appendix A.4 compares with it."""
-LOW_BINS: Final = 3
-"""Low-entropy bins in that comparison: those with fractions in section 4.3."""
 MIN_FULL: Final = 50
 """Fully accepted rounds below which all rounds are fitted."""
 MIN_SHARE: Final = 0.01
@@ -62,9 +58,8 @@ class Bins:
     share of those.
     ``within_variance``: the sum over bins of |D_j| / |D| times the variance of the rank in D_j.
     Equation 2 as printed multiplies |D_j| / |D| with a sum over D_j and so counts the size twice,
-    which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``jaccard`` is
-    :func:`overlaps`. ``fallback``: there were too few fully accepted rounds, and all were fitted.
-    ``rounds``: how many were.
+    which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``fallback``: there were
+    too few fully accepted rounds, and all were fitted. ``rounds``: how many were.
     """
 
     thresholds: tuple[int, ...]
@@ -74,7 +69,6 @@ class Bins:
     statistics: list[dict[str, float]]
     within_variance: float
     explained: float
-    jaccard: tuple[float, ...]
     fallback: bool
 
 
@@ -156,11 +150,11 @@ def bin_rounds(
     return Rounds(phi, tcr[known], accepted[known] == depth)
 
 
-def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
+def fit_bins(rounds: Rounds, depth: int) -> Bins:
     """Fits thresholds to rounds whose Phi is over ``depth`` distributions.
 
     As in the paper only the fully accepted rounds are fitted, all of them where those are fewer
-    than :data:`MIN_FULL` (``fallback``). A tree may find fewer than 2^layers bins. Raises
+    than :data:`MIN_FULL` (``fallback``). A tree may find fewer than 8 bins. Raises
     TraceError without rounds.
     """
     if not len(rounds.phi):
@@ -169,7 +163,7 @@ def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
     fallback = int(full.sum()) < MIN_FULL
     which = np.ones_like(full) if fallback else full
     phi, tcr = rounds.phi[which], rounds.tcr[which]
-    thresholds = _thresholds(phi, tcr, layers)
+    thresholds = _thresholds(phi, tcr)
     bins, everywhere = np.searchsorted(thresholds, phi), np.searchsorted(thresholds, rounds.phi)
     statistics: list[dict[str, float]] = []
     within = 0.0
@@ -190,43 +184,22 @@ def fit_bins(rounds: Rounds, depth: int, layers: int = LAYERS) -> Bins:
     return Bins(
         thresholds=tuple(thresholds.tolist()),
         depth=depth,
-        tree_depth=layers,
+        tree_depth=LAYERS,
         rounds=len(phi),
         statistics=statistics,
         within_variance=within,
         explained=1.0 - within / total if total else 0.0,
-        jaccard=overlaps(phi, tcr),
         fallback=fallback,
     )
 
 
-def overlaps(phi: Index, tcr: Index) -> tuple[float, ...]:
-    """Appendix A.4: the Jaccard coefficient |A and B| / |A or B| of the low-entropy rounds of a
-    tree of three layers with those of trees of :data:`DEEPER_LAYERS`.
-
-    A holds the rounds in the three-layer tree's :data:`LOW_BINS` lowest bins (fewer where that
-    would be all). The "equivalent proportional selection": B holds the rounds in so many of the
-    deeper tree's lowest bins that their share of all rounds comes closest to A's, at least one bin,
-    the smaller share where two are equally close.
-    """
-    bins = np.searchsorted(_thresholds(phi, tcr, LAYERS), phi)
-    low = bins < max(1, min(LOW_BINS, int(bins.max())))
-    found = []
-    for layers in DEEPER_LAYERS:
-        deeper = np.searchsorted(_thresholds(phi, tcr, layers), phi)
-        shares = np.cumsum(np.bincount(deeper)) / len(phi)
-        chosen = deeper <= int(np.argmin(np.abs(shares - low.mean())))
-        found.append(float((low & chosen).sum() / (low | chosen).sum()))
-    return tuple(found)
-
-
-def _thresholds(phi: Index, tcr: Index, layers: int) -> Index:
+def _thresholds(phi: Index, tcr: Index) -> Index:
     """The splits of a CART regression tree, ascending: scikit-learn goes left where x <= t, so for
     whole x floor(t) splits alike."""
     from sklearn.tree import DecisionTreeRegressor
 
     model = DecisionTreeRegressor(
-        max_depth=layers, min_samples_leaf=max(1, int(MIN_SHARE * len(phi))), random_state=0
+        max_depth=LAYERS, min_samples_leaf=max(1, int(MIN_SHARE * len(phi))), random_state=0
     )
     tree = model.fit(phi.reshape(-1, 1), tcr.astype(np.float64)).tree_
     splits = np.asarray(tree.threshold)[np.asarray(tree.children_left) >= 0]

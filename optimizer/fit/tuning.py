@@ -15,7 +15,6 @@ from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import ALPHA, fit_heterospec
 from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.recorded_trees import TreeSource, tree_source
-from spectune.optimizer.fit.score import fit_score
 from spectune.optimizer.fit.sequoia import fit_sequoia
 from spectune.optimizer.fit.shared import LeftOut, search_texts
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
@@ -24,7 +23,6 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.panoramas import SHARPNESSES
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore
 
@@ -44,7 +42,7 @@ def fit_trees(
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, TreeLimit]:
-    """Fits bins, classifier, static trees and the score's sharpness of every draft to the search
+    """Fits bins, a classifier and static trees of every draft to the search
     part of a recording, and says what may be tried.
 
     The fits are functions of what was recorded and of ``seed``, so fitting again changes nothing.
@@ -65,17 +63,12 @@ def fit_trees(
 def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
     extent = source.info.drafts[source.trees.forest.draft]
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
-    bins = classifier = sharpness = None
+    bins = classifier = None
     with suppress(TraceError):
         found = fit_heterospec(source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed)
         bins = found.artifact
     with suppress(TraceError):
         classifier = fit_c2t(source, width=width, seed=seed).artifact
-    with suppress(TraceError):
-        score = fit_score(source, width=width, seed=seed).document
-        better = score["loss"]["fitted"] < score["loss"]["default"]
-        if better and score["sharpness"] not in SHARPNESSES:
-            sharpness = score["sharpness"]
     sizes: list[dict[str, Any]] = [
         {"nodes": nodes, "depth": min(levels, extent.depth)} for nodes, levels in STATIC_SIZES
     ]
@@ -86,7 +79,7 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
         with suppress(TraceError):
             paths = fit_sequoia(source, **size).document["paths"]
             static[tuple(tuple(path) for path in paths)] = None
-    return TreeLimit(extent.width, extent.depth, bins, classifier, width, tuple(static), sharpness)
+    return TreeLimit(extent.width, extent.depth, bins, classifier, width, tuple(static))
 
 
 FOLDS = 3

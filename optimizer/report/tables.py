@@ -166,11 +166,9 @@ def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
     which = "fully accepted rounds"
     if fitted["fallback"]:
         which = "all rounds, too few being fully accepted"
-    overlap = ", ".join(f"{j:.2f}" for j in fitted["jaccard"])
     note = (
         f"fitted to {fitted['rounds']} of {fitted['starts']} rounds ({which}), N = "
-        f"{fitted['top_n']}; R2 {fitted['explained']:.3f}; "
-        f"overlap (Jaccard) with trees of 4, 5, 6 layers: {overlap}"
+        f"{fitted['top_n']}; R2 {fitted['explained']:.3f}"
     )
     columns = ("bin", "up to, nats", "rounds fitted", "mean TCR", "share of all", "fully accepted")
     title = f"Entropy bins of draft {fitted['draft']}, {fitted['depth']} levels"
@@ -178,46 +176,16 @@ def bins_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 
 def classifier_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """A trained classifier by epoch, on the nodes held out."""
+    """A trained classifier's figures on the trees held out."""
     metrics = fitted["metrics"]
-    curve = metrics["curve"]
-    every = max(1, len(curve) // 10)
-    rows = [
-        (point["epoch"], *(cell(point[k]) for k in ("loss", "recall", "positive_rate")))
-        for point in curve
-        if point["epoch"] % every == 0 or point is curve[-1]
-    ]
+    rows = [(fitted["hidden"], *(cell(metrics[k]) for k in ("recall", "positive_rate")))]
     note = (
-        f"{fitted['hidden']} hidden units on {', '.join(metrics['features'])}; {fitted['nodes']} "
-        f"nodes of {fitted['starts']} trees, {fitted['accepted']} accepted; trained on "
-        f"{metrics['positives']} accepted and {metrics['negatives']} rejected ones; recall and "
-        f"positive rate at 0.5 on {metrics['held_out']} held-out nodes"
+        f"{fitted['nodes']} nodes of {fitted['starts']} trees, {fitted['accepted']} accepted; "
+        f"trained on {metrics['positives']} accepted and {metrics['negatives']} rejected ones; "
+        f"recall and positive rate at 0.5 on {metrics['held_out']} held-out nodes"
     )
-    how = f"carried over from {fitted['from']}" if "from" in fitted else "trained"
-    title = f"Classifier of draft {fitted['draft']}, {how}"
-    return shown(title, ("epoch", "loss", "recall", "positive rate"), rows, note)
-
-
-def score_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """A fitted sharpness: estimates of acceptance by rank beside what was observed, on the requests
-    held out."""
-    shares = ("observed", "predicted", "default", "probability")
-    rows = [(r["rank"], r["laws"], *(f"{r[k]:.3f}" for k in shares)) for r in fitted["ranks"]]
-    loss = fitted["loss"]
-    note = (
-        f"log loss of a child {loss['fitted']:.4f}, with the default sharpness "
-        f"{loss['default']:.4f}, by q {loss['probability']:.4f}, on {fitted['held_out']} held-out "
-        f"distributions, {100 * fitted['covered']:.0f}% of which have the text's token among their "
-        f"children; fitted to {fitted['laws']} distributions"
-    )
-    if fitted["at_border"]:
-        note += "; the sharpness is at the border of what was looked at"
-    title = (
-        f"Score of draft {fitted['draft']}, {fitted['width']} children: sharpness "
-        f"{fitted['sharpness']:g}"
-    )
-    columns = ("rank", "distributions", "accepted", "fitted", "default", "q")
-    return shown(title, columns, rows, note)
+    title = f"Classifier of draft {fitted['draft']}"
+    return shown(title, ("hidden units", "recall", "positive rate"), rows, note)
 
 
 def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:

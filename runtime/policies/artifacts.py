@@ -86,8 +86,7 @@ def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:
         return f"artifact {name} is a {artifact.kind}, not a {kind}; `{command}` makes one"
     if draft in (None, policy.draft):
         return ""
-    carry = f" (a classifier may be carried over: `fit classifier --from {name}`)"
     return (
         f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
-        f"`{command} --draft {policy.draft}` makes one{carry if kind == CLASSIFIER else ''}"
+        f"`{command} --draft {policy.draft}` makes one"
     )
