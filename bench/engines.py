@@ -12,7 +12,7 @@ from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import prompts_of
-from spectune.optimizer.record import Look
+from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.policies.document import Policy
@@ -41,7 +41,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     for draft, gammas in (("small", range(MOST + 1)), ("medium", (1, 3, 5, 8))):
         running = start("openvino", pair.spec, Wanted(draft, MOST, SEATS, longest))
         if draft == "small":
-            look = Look(("small", "medium"), MOST)
+            look = PanoramaSpec(("small", "medium"), MOST)
             asked = (workload, prompts, chain(draft, 2), Load(), options, look)
             record_engine(store, pair, running, *asked)
         how: dict[str, Any] = {"sampling": options.sampling, "max_new_tokens": tokens}

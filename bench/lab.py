@@ -35,7 +35,7 @@ from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.race import Comparison
-from spectune.optimizer.record import Look, cover_of, look_around, record
+from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
@@ -263,12 +263,12 @@ class Lab:
     def trace(self) -> ReplayTrace:
         """All that was recorded and ranked."""
         ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
-        return open_trace(
-            self.store,
-            self.recording,
-            drafts={*self.pair.chain_drafts, *self.pair.models},
-            ranks=ranks,
-        ).trace
+        drafts = {*self.pair.chain_drafts, *self.pair.models}
+        opened = open_trace(self.store, self.recording, drafts=drafts, ranks=ranks)
+        trace = opened.trace
+        texts = trace.trajectories, trace.panoramas, opened.ordinals
+        trace.reader = draft_reader(self.store, self.pair, self.recording, *texts)
+        return trace
 
     def encoded(self, limit: int | None = None) -> Encoded:
         part = replace(self.workload, requests=self.workload.requests[:limit])
@@ -318,7 +318,6 @@ def laboratory(
     fits = fit_trees(store, recording, drafts), fit_shortlists(store, pair, recording, drafts)
     made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
-    _cover(lab)
     ranks_for(store, pair, recording, lab.shortlists)
     kept.write_bytes(pickle.dumps(made))
     return lab
@@ -334,8 +333,9 @@ def recorded(
 ) -> str:
     """A recording, decoded by autoregression unless it was made before; ``look``: the drafts'
     longest chains, and size of trees."""
-    plain, look_at = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), Look(drafts, *look)
-    return record(store, pair, workload, options, look_at, plain, reuse_complete=True).id
+    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+    spec = PanoramaSpec(drafts, *look)
+    return record(store, pair, workload, options, spec, plain, reuse_complete=True).id
 
 
 def record_engine(
@@ -347,14 +347,14 @@ def record_engine(
     policy: Policy,
     load: Load,
     options: DecodeOptions,
-    look: Look,
+    look: PanoramaSpec,
     *,
     fresh: bool = False,
 ) -> Recording:
     """A finished recording of an engine."""
     asked = (workload, prompts, policy, load, options)
     info = record_on(store, pair.spec, running, *asked, fresh=fresh)
-    look_around(store, pair, info.id, look)
+    record_panoramas(store, pair, info.id, look)
     store.finish_recording(info.id)
     return info
 
@@ -378,16 +378,6 @@ def measured(store: TraceStore, pair: LoadedPair, recording: str) -> LatencyProf
     return profile_for(
         store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True
     )
-
-
-def _cover(lab: Lab) -> None:
-    """Records what trees other than EAGLE-2's read."""
-    for draft in lab.pair.models:
-        own = [p for p in lab.grown() if p.draft == draft and p.growth.kind != "top_k"]
-        sampled = not lab.options.sampling.greedy
-        covers = [cover_of(p, sampled=sampled, artifacts=lab.find) for p in own]
-        look = Look([draft], GAMMA, WIDTH, DEPTH, covers={draft: covers})
-        look_around(lab.store, lab.pair, lab.recording, look)
 
 
 # ------------------------------------------------------------------------------- rounds and seconds

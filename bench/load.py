@@ -56,7 +56,7 @@ from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.executed_load import served_of
 from spectune.optimizer.on_engine import Turns, execute, prompts_of
-from spectune.optimizer.record import Look
+from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.under_load import Search, UnderLoad, under_load
@@ -102,7 +102,7 @@ class Bench:
     def record(self) -> Recording:
         """The recording whose texts are replayed, which has them all."""
         asked = (requests(len(self.prompts)), self.prompts, chain(DRAFT, MOST), Load(SEATS))
-        look, running = Look((DRAFT,), MOST), self.engines[DRAFT]
+        look, running = PanoramaSpec((DRAFT,), MOST), self.engines[DRAFT]
         return record_engine(self.store, self.pair, running, *asked, self.options, look, fresh=True)
 
     def record_costs(self) -> None:

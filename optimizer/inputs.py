@@ -27,7 +27,6 @@ from spectune.traces.workloads import BadRows, Line, Turns, make_workload, take
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
-    from spectune.runtime.recording.panoramas import Cover
     from spectune.traces.store import TraceStore
     from spectune.traces.tables import Publication, Recording, StoredPolicy
 
@@ -152,25 +151,8 @@ def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
     return {**outcome.to_json(), **said}
 
 
-def tree_size(
-    width: int | None, depth: int | None, covers: Sequence[tuple[str, Cover]] = ()
-) -> tuple[int, int]:
-    """The (width, depth) to record: as given, else 8, which :class:`optimizer.record.Look` raises
-    where a cover needs more.
-
-    ``covers`` come with their names for messages. Raises TraceError when a limit is exceeded, or a
-    cover needs more than was given.
-    """
-    for name, cover in covers:
-        for what, flag, given, least in (
-            ("wide", "--tree-width", width, cover.rule.width),
-            ("deep", "--tree-depth", depth, cover.depth),
-        ):
-            if given is not None and given < least:
-                raise TraceError(
-                    f"--cover {name}: its trees are {least} {what}; give {flag} {least} instead of "
-                    f"{given}"
-                )
+def tree_size(width: int | None, depth: int | None) -> tuple[int, int]:
+    """The (width, depth) to record: as given, else 8. Raises TraceError beyond a limit."""
     wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
     limits = {"--tree-width": (wide, WIDTH_LIMIT), "--tree-depth": (deep, GAMMA_LIMIT)}
     for flag, (value, limit) in limits.items():

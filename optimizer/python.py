@@ -20,7 +20,7 @@ from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
 from spectune.optimizer.inputs import load_workload, narrowed, outcome_json, policy_of
 from spectune.optimizer.overlong import Overlong, made_to_fit
-from spectune.optimizer.record import Look
+from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.record import record as do_record
 from spectune.optimizer.serving import last_good
 from spectune.optimizer.simulate.trace import simulate as do_simulate
@@ -142,7 +142,7 @@ def record(
     plain = StaticSource(prepare(AUTOREGRESSIVE, loaded.draft_names))
     with open(db, create=True) as store, loaded.torch_threads():
         info = do_record(
-            store, loaded, workload, options, Look(loaded.draft_names, gamma_max), plain
+            store, loaded, workload, options, PanoramaSpec(loaded.draft_names, gamma_max), plain
         )
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
         first = first_positions(store, info.id)

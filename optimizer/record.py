@@ -1,41 +1,34 @@
-"""Recording: decode a workload, keep every text, then look around from every start of it."""
+"""Recording: decode a workload, store every text, and compute each draft's proposals at every
+position."""
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from spectune.db.errors import DatabaseError
 from spectune.engines.abilities import engine_named
-from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.processes import on_every_core
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import (
-    DEFAULT_TOP_N,
-    GAMMA_LIMIT,
-    Policy,
-    parse_policy,
-)
-from spectune.runtime.policies.rules import compile_tree
+from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.panoramas import Cover, base_covers, cover_name, record_panorama
-from spectune.runtime.trees.grow import TreeRule
-from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import ACCEPTANCE, Workload
+from spectune.runtime.recording.panoramas import extend_panorama, record_panorama
+from spectune.traces.errors import TraceError
+from spectune.traces.schema import Workload
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
 from spectune.traces.tables import DESIGNED, Panorama, Recording, Trajectory
+
+Nodes = tuple[Any, Any]
 
 BATCH = 4
 """Panoramas of a draft stored in one transaction; with trees each takes a second to make."""
@@ -86,20 +79,15 @@ def asked_of(pair: LoadedPair, workload_id: str, options: DecodeOptions, slot: s
 
 
 @dataclass(frozen=True)
-class Look:
-    """What to record of texts: the panoramas of ``drafts``, with chains of ``gamma_max`` tokens
-    and, with a ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels.
-
-    ``covers`` are growths beside EAGLE-2's, by draft; all are recorded to the same depth, so width
-    and depth are raised to the largest cover's. What replaces a panorama holds all that any stored
-    one of the draft holds. A draft that cannot grow trees has none.
+class PanoramaSpec:
+    """Panoramas to record: of ``drafts``, with chains of ``gamma_max`` tokens and, with a
+    ``tree_width`` above 0, trees of so many children and ``tree_depth`` levels (not of ``ngram``).
     """
 
     drafts: Collection[str]
     gamma_max: int = 16
     tree_width: int = 0
     tree_depth: int = 0
-    covers: Mapping[str, Sequence[Cover]] = field(default_factory=dict)
 
 
 def record(
@@ -107,7 +95,7 @@ def record(
     pair: LoadedPair,
     workload: Workload,
     options: DecodeOptions,
-    wanted: Look,
+    spec: PanoramaSpec,
     source: PolicySource,
     *,
     slot: str = "",
@@ -116,8 +104,8 @@ def record(
     begun: Recording | None = None,
     progress: Progress = silent,
 ) -> Recording:
-    """Decodes and stores every request, and what a look around its texts finds; what is stored
-    already is not done again. Other cores look at texts while this one decodes the next.
+    """Decodes and stores every request, and the panoramas of its texts; what is stored
+    already is not done again. Other cores work on texts while this one decodes the next.
 
     A recording that was begun with the same arguments and not finished is resumed, unless
     ``fresh``; with ``reuse_complete`` a finished one counts as well. A ``slot`` makes it a
@@ -126,7 +114,7 @@ def record(
     fast this goes, never what is recorded. Every request is committed as it ends, so that a kill
     loses at most the one in hand.
     """
-    encoded = encode(pair, workload, options, wanted.drafts)
+    encoded = encode(pair, workload, options, spec.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     asked = asked_of(pair, store.put_workload(workload), options, slot)
     info = begun
@@ -139,7 +127,7 @@ def record(
     put_policies(store, [source.current().policy])
     have = store.recorded_ordinals(info.id)
     new = {n: one for n, one in enumerate(encoded.items) if n not in have}
-    jobs = _jobs(store, pair, info.id, wanted, new)
+    jobs = _jobs(store, info.id, spec, new)
 
     def decoded() -> Iterator[tuple[int, Trajectory]]:
         if not new:
@@ -153,7 +141,7 @@ def record(
             yield ordinal, made.trajectory
 
     texts = chain(_stored(store, info.id, jobs, new), decoded())
-    _look(store, pair, info.id, jobs, texts, progress)
+    _run_jobs(store, pair, info.id, jobs, texts, progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
@@ -194,18 +182,18 @@ class _Job:
     work: Work
 
 
-def look_around(
+def record_panoramas(
     store: TraceStore,
     pair: LoadedPair,
     recording: str,
-    wanted: Look,
+    spec: PanoramaSpec,
     *,
+    ordinals: Collection[int] | None = None,
     progress: Progress = silent,
 ) -> int:
-    """Records the panoramas that a recording lacks, of drafts that may be newer than it; how many
-    were made."""
-    jobs = _jobs(store, pair, recording, wanted)
-    return _look(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
+    """Records the panoramas that a recording lacks, of some requests or all; how many."""
+    jobs = _jobs(store, recording, spec, ordinals=ordinals)
+    return _run_jobs(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
 
 
 def _stored(
@@ -219,7 +207,7 @@ def _stored(
     return [(ordinal, replace(t, max_new_tokens=t.max_new_tokens + past)) for ordinal, t in texts]
 
 
-def _look(
+def _run_jobs(
     store: TraceStore,
     pair: LoadedPair,
     recording: str,
@@ -269,85 +257,68 @@ def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Panorama:
 
 
 def _jobs(
-    store: TraceStore, pair: LoadedPair, recording: str, wanted: Look, new: Collection[int] = ()
+    store: TraceStore,
+    recording: str,
+    spec: PanoramaSpec,
+    new: Collection[int] = (),
+    ordinals: Collection[int] | None = None,
 ) -> list[_Job]:
-    """What a recording lacks, draft by draft; all of ``new``, requests that are still to be
-    decoded."""
-    sampled = not store.get_recording(recording).sampling.greedy
-    jobs = []
-    for draft in wanted.drafts:
-        least = _Held(draft, wanted.gamma_max)
+    """What a recording lacks, draft by draft, of some ``ordinals`` or all; all of ``new``, requests
+    that are still to be decoded. What replaces a panorama is as large as all of the draft's are."""
+    jobs, stored = [], store.get_recording(recording).drafts
+    for draft in spec.drafts:
+        gamma, width, depth = spec.gamma_max, 1, 1
         if draft != "ngram":
-            covers = tuple(wanted.covers.get(draft, ()))
-            width = max([1, wanted.tree_width, *(c.rule.width for c in covers)])
-            depth = max([1, wanted.tree_depth, *(c.depth for c in covers)])
-            least = _Held(draft, max(wanted.gamma_max, depth), width, depth, covers)
-        asked = (least.gamma_max, least.width, least.depth, [c.name for c in least.covers])
-        missing = {*store.missing_panoramas(recording, draft, *asked), *new}
-        made = _united(store, recording, least, sampled=sampled) if missing else least
-        jobs.append(_Job(draft, missing, partial(record_panorama, **vars(made))))
+            width, depth = max(1, spec.tree_width), max(1, spec.tree_depth)
+        size = max(gamma, depth), width, depth
+        missing = {*store.missing_panoramas(recording, draft, *size), *new}
+        if ordinals is not None:
+            missing &= set(ordinals)
+        if draft in stored:
+            extent = stored[draft]
+            gamma, width, depth = size
+            size = (
+                max(gamma, extent.gamma_max),
+                max(width, extent.width),
+                max(depth, extent.depth),
+            )
+        gamma, width, depth = size
+        work = partial(record_panorama, draft=draft, gamma_max=gamma, width=width, depth=depth)
+        jobs.append(_Job(draft, missing, work))
     return jobs
 
 
-def cover_of(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> Cover:
-    """A policy's growth as something to record, to the deepest level that the policy can draft.
-    Raises PolicyError for a chain."""
-    if not policy.is_tree:
-        raise PolicyError(f"policy {policy.id} drafts a chain; every recording covers those")
-    return Cover(
-        cover_name(policy.growth, sampled=sampled),
-        compile_tree(policy, sampled=sampled, artifacts=artifacts),
-        policy.depth_max,
-    )
+def draft_reader(
+    store: TraceStore,
+    pair: LoadedPair | Callable[[], LoadedPair],
+    recording: str,
+    trajectories: Sequence[Trajectory],
+    panoramas: Mapping[str, Sequence[Panorama]],
+    ordinals: Sequence[int],
+    progress: Progress = silent,
+) -> Callable[[str, Mapping[int, Nodes]], dict[int, Panorama]]:
+    """Returns what reads the distributions that a replay lacks and stores them
+    (:attr:`optimizer.simulate.replay_trace.ReplayTrace.reader`). ``pair`` may be loaded when it is
+    first needed."""
+
+    def read(draft: str, nodes: Mapping[int, Nodes]) -> dict[int, Panorama]:
+        nonlocal pair
+        if not isinstance(pair, LoadedPair):
+            pair = pair()
+        items = [(trajectories[i], panoramas[draft][i], *nodes[i]) for i in nodes]
+        extended: dict[int, Panorama] = {}
+        with closing(on_every_core(pair, _extend, items, len(items))) as results:
+            for i, panorama in zip(nodes, results, strict=True):
+                extended[i] = panorama
+                progress(f"trees of {draft}", len(extended), len(items))
+        store.put_panoramas(recording, [(ordinals[i], p) for i, p in extended.items()])
+        return extended
+
+    return read
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What the panoramas of one draft are to hold at least, as :func:`record_panorama` is told."""
-
-    draft: str
-    gamma_max: int
-    width: int = 1
-    depth: int = 1
-    covers: tuple[Cover, ...] = ()
-
-
-def _united(store: TraceStore, recording: str, wanted: _Held, *, sampled: bool) -> _Held:
-    """What is wanted and all that any stored panorama of the draft holds, so that recording it
-    again loses nothing."""
-    draft, (*held, names) = wanted.draft, store.most_held(recording, wanted.draft)
-    gamma_max, width, depth = map(max, held, (wanted.gamma_max, wanted.width, wanted.depth))
-    by_itself = {c.name for c in base_covers(gamma_max, width, depth, sampled=sampled)}
-    rules = {c.name: c.rule for c in wanted.covers}
-    for name in set(names) - by_itself - {ACCEPTANCE}:
-        rules[name] = rules.get(name) or _stored_rule(name, draft, sampled, fitted(store))
-    covers = tuple(Cover(name, rules[name], depth) for name in sorted(rules.keys() - by_itself))
-    return _Held(draft, gamma_max, width, depth, covers)
-
-
-def _stored_rule(name: str, draft: str, sampled: bool, artifacts: Artifacts) -> TreeRule:
-    """The growth that a cover's name tells (:func:`runtime.recording.panoramas.cover_name`). Raises
-    PolicyError when its artifact is gone."""
-    data = json.loads(name)
-    growth: dict[str, Any] = {"kind": data["kind"]}
-    if data["kind"] == "static":
-        growth["artifact" if isinstance(data["paths"], str) else "paths"] = data["paths"]
-    else:
-        growth |= {key: data[key] for key in ("width", "cap", "beta", "artifact") if key in data}
-        score, _, sharpness = str(data.get("score", "probability")).removesuffix(")").partition("(")
-        growth |= {"score": score} | ({"sharpness": float(sharpness)} if sharpness else {})
-    # The depth is no part of a growth's name, nor of its rule.
-    document = {"draft": draft, "growth": growth, "window": {"kind": "fixed", "gamma": 1}}
-    if data["kind"] == "top_k":
-        document["select"] = {"top_n": DEFAULT_TOP_N}
-
-    def find(artifact: str) -> Fitted:
-        found = artifacts(artifact)
-        return replace(found, document={k: v for k, v in found.document.items() if k != "draft"})
-
-    return compile_tree(
-        parse_policy(document, where=f"stored cover {name}"), sampled=sampled, artifacts=find
-    )
+def _extend(pair: LoadedPair, item: tuple[Trajectory, Panorama, Any, Any]) -> Panorama:
+    return extend_panorama(pair, *item)
 
 
 def put_policies(store: TraceStore, policies: Iterable[Policy]) -> None:

@@ -13,13 +13,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import optuna
 
-from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
 from spectune.optimizer.spaces import (
     ALL_KINDS,
@@ -53,9 +53,6 @@ LEAST_SHARE = 0.05
 SHORTLISTED = 3
 """Chains, and trees, of each draft that the papers' shortlists are tried with, each of another
 family."""
-MISSING_SHARE = 0.02
-"""Share of rounds whose trees may read distributions that were not recorded (they count as having
-no children) in a policy that is tried."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,8 @@ class Trial:
 class Study:
     """What a search tried, best first, and how to repeat it. ``bounds``: :func:`shortlist_bounds`
     of what was tried without shortlists, and ``shortlists``, by draft, the kinds that were
-    searched. ``beyond``: what was not tried as more than :data:`MISSING_SHARE` of its rounds read
-    distributions that were not recorded, valued without them, best first."""
+    searched. ``beyond``: what lacks distributions that were not recorded, and could not win if they
+    were read, by what it could reach, best first."""
 
     trials: tuple[Trial, ...]
     seed: int
@@ -304,8 +301,8 @@ def search(
 
 @dataclass
 class _Judge:
-    """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that read
-    too much that was not recorded."""
+    """Replays each policy once. ``done`` are the trials by policy id, ``beyond`` those that lack
+    distributions and could not win with them."""
 
     trace: ReplayTrace
     profile: LatencyProfile
@@ -331,12 +328,24 @@ class _Judge:
             passes_per_s = total.draft_steps / total.seconds if total.seconds > 0 else 0.0
             did = hashlib.blake2b(replayed.counts.tobytes(), digest_size=16).digest()
             trial = Trial(policy, total.tokens_per_s, origin, passes_per_s, did)
-            misses = replayed.missing > MISSING_SHARE * total.rounds
-            (self.beyond if misses else self.done)[key] = trial
-            self.best = max(self.best, 0.0 if misses else trial.value)
+            lacks = replayed.missing > 0 and not policy.shortlisted
+            if lacks:
+                trial = replace(trial, value=could_reach(replayed))
+            (self.beyond if lacks else self.done)[key] = trial
+            self.best = max(self.best, 0.0 if lacks else trial.value)
         return self.done[key].value if key in self.done else None
 
     def _replayed(self, policy: Policy) -> Replay:
+        """A replay with what is recorded; where that lacks distributions and the policy could still
+        win, they are read."""
+        replayed = self._approximate(policy)
+        if not replayed.missing or policy.shortlisted:
+            return replayed
+        if self.trace.reader is None or could_reach(replayed) < self.best * (1 - TIE):
+            return replayed
+        return run_replay(self.trace, policy, self.profile, artifacts=self.artifacts)
+
+    def _approximate(self, policy: Policy) -> Replay:
         replays = []
         for part, judged in _parts(self.trace, policy, self.shortlists.get(policy.draft)):
             made = run_replay(

@@ -244,6 +244,26 @@ def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
     return _policy(draft, window, stop=stop)
 
 
+def plain_trees(draft: str, width: int, depth: int) -> list[Policy]:
+    """EAGLE-2's trees of a few sizes within what is recorded, with the default score."""
+    sizes = [
+        (w, d, n)
+        for w in sorted({min(w, width) for w in (2, 4, 8)})
+        for d in sorted({min(d, depth) for d in (2, 4, 6, 8)})
+        for n in (4, 8, 16, 32, DEFAULT_TOP_N)
+        if d <= n <= w + (d - 1) * w * w
+    ]
+    return [
+        _policy(
+            draft,
+            {"kind": "fixed", "gamma": d},
+            growth={"kind": "top_k", "width": w},
+            select={"top_n": n},
+        )
+        for w, d, n in sizes
+    ]
+
+
 def enumerated_trees(trees: Mapping[str, TreeLimit]) -> list[Policy]:
     """The tree families, by draft: EAGLE-2's width x depth x N whole on a grid, static trees, C2T's
     thresholds on trees and chains, HeteroSpec with the paper's alpha and fractions, adaptive

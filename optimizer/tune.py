@@ -8,7 +8,7 @@ carries an idempotency key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,15 +38,21 @@ from spectune.optimizer.profiles import (
     profile_for,
 )
 from spectune.optimizer.prove import Raced, confirm_winner, run_race
-from spectune.optimizer.record import Look, cover_of, look_around, record
+from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
 from spectune.optimizer.serving import earlier_winners, ready_plan
+from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, transformers_heuristic
+from spectune.optimizer.spaces import (
+    ShortlistLimit,
+    TreeLimit,
+    plain_trees,
+    transformers_heuristic,
+)
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Tuned, decide
 from spectune.runtime.loading import LoadedPair
@@ -60,7 +66,6 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import Progress, silent
-from spectune.runtime.recording.panoramas import Cover
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
@@ -70,9 +75,11 @@ from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
 from spectune.traces.tables import LatencyProfile, Publication, Trajectory
 
-MOST_COVERS = 4
-"""Growths of one draft beyond the recording that are recorded as well; each makes every tree
-larger."""
+FEW_REQUESTS = 6
+"""Requests of the search part on which every draft's trees are recorded."""
+TREES_COULD_GAIN = 0.1
+"""How far, relative to the fastest policy, the best plain tree of a draft may lie behind on those
+and its trees be recorded on all requests: bins, classifiers and a finer search may gain as much."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,9 @@ def tune(
         pair,
         workload,
         settings.options,
-        Look([d for d in settings.drafts_of(pair) if d in pair.chain_drafts], settings.gamma_max),
+        PanoramaSpec(
+            [d for d in settings.drafts_of(pair) if d in pair.chain_drafts], settings.gamma_max
+        ),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
         fresh=settings.fresh and not slot,
@@ -267,24 +276,38 @@ class Tuning:
         """Drafts whose chains are functions of the text: what is recorded first."""
         return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
 
-    def look(self, spec: Look) -> None:
-        """Records what the recording lacks of panoramas."""
-        look_around(self.store, self.pair, self.recording, spec, progress=self.progress)
-        self.open()
+    def record_panoramas(self, spec: PanoramaSpec, ordinals: Sequence[int] | None = None) -> None:
+        """Records the panoramas that are lacking, of some requests or all."""
+        record_panoramas(
+            self.store,
+            self.pair,
+            self.recording,
+            spec,
+            ordinals=ordinals,
+            progress=self.progress,
+        )
 
     def open(self, ranks: Mapping[tuple[str, str], Ranks] | None = None) -> None:
         """Opens the trace anew, as something was recorded or ranked since."""
-        opened = open_trace(
-            self.store,
-            self.recording,
-            drafts={*self.chains, *self.grown},
-            ranks=ranks,
-            skip_corrupted=True,
-        )
-        self.trace, self.ordinals = opened.trace, opened.ordinals
+        self.trace, self.ordinals = self.opened({*self.chains, *self.grown}, ranks=ranks)
         categories = [t.category for t in self.trace.trajectories]
         search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
         self.parts = Parts(search, *(mixed(part, categories) for part in rest))
+
+    def opened(self, drafts: Collection[str], **how: Any) -> tuple[ReplayTrace, tuple[int, ...]]:
+        """A trace of the recording, which reads what replays lack, and its ordinals."""
+        opened = open_trace(self.store, self.recording, drafts=drafts, skip_corrupted=True, **how)
+        trace, ordinals = opened.trace, opened.ordinals
+        trace.reader = draft_reader(
+            self.store,
+            self.pair,
+            self.recording,
+            trace.trajectories,
+            trace.panoramas,
+            ordinals,
+            self.progress,
+        )
+        return trace, ordinals
 
     def search(self, trials: int, known: Study | None = None) -> None:
         """Replays policies on the search part; those of ``known`` are not replayed again."""
@@ -313,7 +336,8 @@ class Tuning:
 
     def record_chains(self) -> None:
         """The panoramas that the recording lacks."""
-        self.look(Look(self.chains, self.settings.gamma_max))
+        self.record_panoramas(PanoramaSpec(self.chains, self.settings.gamma_max))
+        self.open()
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
             categories = [t.category for t in texts]
@@ -359,20 +383,57 @@ class Tuning:
     def search_chains(self) -> None:
         """What needs no trees."""
         self.search(0)
-        trees = self.settings.tree_size[0] > 0
-        self.grown = tuple(
-            d for d in self.drafts if d != "ngram" and (trees or d not in self.pair.chain_drafts)
-        )
 
     def record_trees(self) -> None:
-        """The trees that the recording lacks, and chains of heads."""
+        """Chains of heads; and trees, on a few requests, then on all of them where they could win
+        or are in force."""
+        settings = self.settings
+        size, heads = (
+            settings.tree_size,
+            [d for d in self.drafts if d not in self.pair.chain_drafts],
+        )
+        if heads:
+            self.record_panoramas(PanoramaSpec(heads, settings.gamma_max))
+        trees = [d for d in self.drafts if d != "ngram" and size[0]]
+        categories = [t.category for t in self.trace.trajectories]
+        few = [self.ordinals[i] for i in mixed(self.parts.search, categories)[:FEW_REQUESTS]]
+        could_win = {p.draft for p in self.incumbent.candidates if p.is_tree} & set(trees)
+        for draft in (d for d in trees if d not in could_win):
+            self.record_panoramas(PanoramaSpec([draft], settings.gamma_max, *size), few)
+            share = self._best_tree(draft, few)
+            if share > 1 - TREES_COULD_GAIN:
+                could_win.add(draft)
+            else:
+                self.settings.tell(
+                    f"Trees of {draft} cannot win: on {len(few)} requests their best is "
+                    f"{100 * (1 - share):.0f}% slower than the fastest policy."
+                )
+        grown = [d for d in trees if d in could_win]
+        if grown:
+            self.record_panoramas(PanoramaSpec(grown, settings.gamma_max, *size))
+        self.grown = tuple(d for d in self.drafts if d in {*heads, *grown})
         if self.grown:
-            self.look(Look(self.grown, self.settings.gamma_max, *self.settings.tree_size))
+            self.open()
             for line in self._hardly_accepted(d for d in self.grown if d not in self.chains):
-                self.settings.tell(line)
+                settings.tell(line)
+
+    def _best_tree(self, draft: str, ordinals: Sequence[int]) -> float:
+        """The speed of a draft's best plain tree on a few requests, as a share of the best policy
+        so far (of a tree's own chain, where nothing else was tried)."""
+        trace, _ = self.opened({*self.chains, draft}, ordinals=ordinals)
+        best = self.study.best()
+
+        def speed(policy: Policy) -> float:
+            replay = run_replay(
+                trace, policy, self.profile, artifacts=self.artifacts, approximate=True
+            )
+            return could_reach(replay)
+
+        trees = max(map(speed, plain_trees(draft, *self.settings.tree_size)))
+        return trees / (speed(best.policy) if best is not None else trees)
 
     def fit(self) -> None:
-        """Bins, classifiers, static trees and scores, fitted to the search part."""
+        """Bins, classifiers and static trees, fitted to the search part."""
         if self.settings.tree_size[0]:
             self.trees = fit_trees(
                 self.store,
@@ -386,33 +447,6 @@ class Tuning:
     def search_trees(self) -> None:
         """All that is enumerated, without shortlists."""
         self.search(0, self.study)
-
-    def cover(self) -> None:
-        """Records growths that promise more than the recording can tell, and searches again with
-        what they read."""
-        if self.record_beyond():
-            self.open()
-            self.search(0, replace(self.study, beyond=()))
-
-    def record_beyond(self) -> list[str]:
-        """Records the growths that read more than was recorded (C2T at a low threshold grows where
-        EAGLE-2 would not), where what is known of them promises more than the best of the others;
-        the drafts whose trees were recorded anew."""
-        settings, size = self.settings, self.settings.tree_size
-        if not size[0]:
-            return []
-        best = max((t.value for t in self.study.trials), default=0.0)
-        sampled = not self.store.get_recording(self.recording).sampling.greedy
-        covers: dict[str, dict[str, Cover]] = {}
-        for policy in (t.policy for t in self.study.beyond if t.value > best and t.policy.is_tree):
-            cover = cover_of(policy, sampled=sampled, artifacts=self.artifacts)
-            own = covers.setdefault(policy.draft, {})
-            if cover.name in own or len(own) < MOST_COVERS:
-                own[cover.name] = max(cover, own.get(cover.name, cover), key=lambda c: c.depth)
-        for draft, own in covers.items():
-            look = Look([draft], settings.gamma_max, *size, covers={draft: tuple(own.values())})
-            look_around(self.store, self.pair, self.recording, look, progress=self.progress)
-        return list(covers)
 
     def fit_shortlists(self) -> None:
         """Frequencies and routers, fitted only where by what was measured and replayed without them
@@ -609,7 +643,6 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("record", Tuning.record_trees),
     ("fit", Tuning.fit),
     ("search", Tuning.search_trees),
-    ("cover", Tuning.cover),
     ("shortlists", Tuning.fit_shortlists),
     ("search", Tuning.search_all),
     ("chooser", Tuning.choose),

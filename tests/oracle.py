@@ -75,8 +75,7 @@ class _RecordedTree:
                 node = int(forest.child[self.nodes[above], self.slots[above][rank]])
                 if node < 0 and self.shortlist is None:
                     raise TraceError(
-                        f"the recording does not hold all distributions of draft {forest.draft!r}; "
-                        "`record --resume ID --cover POLICY` makes them"
+                        f"the recording does not hold all distributions of draft {forest.draft!r}"
                     )
             nodes.append(node)
         self.nodes = nodes

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spectune.runtime.hardware import cpu_name
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
-from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, Sampling, Tokens, Trie
+from spectune.traces.schema import OFF_TEXT, Sampling, Tokens, Trie
 from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 
@@ -66,7 +66,6 @@ def chain_panorama(
         width=1,
         depth=1,
         shared=True,
-        covers=(ACCEPTANCE,) if len(np.atleast_1d(accept)) else (),
         trie=Trie(
             parent=np.array(parents, np.int32),
             slot=np.zeros(m, np.uint8),

@@ -34,7 +34,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.parts import split
-from spectune.optimizer.record import Look, record
+from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -324,7 +324,7 @@ def test_texts_stay_and_rounds_are_the_replays(
     """The target reads every prompt once, its perplexity included."""
     options = DecodeOptions(sampling, TOKENS)
     plain = StaticSource(prepare(AUTOREGRESSIVE, rich.draft_names))
-    look = Look(("near", "far", "head", "ngram"), 6, 3, 3)
+    look = PanoramaSpec(("near", "far", "head", "ngram"), 6, 3, 3)
     info = record(place, rich, workload(), options, look, plain)
     texts = place.load(info.id, ()).trajectories
     choice = planted(rich, place, candidates, [t.prompt_ids.tolist() for t in texts])

@@ -190,7 +190,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     info = shared.get_recording("latest")
     texts = shared.load(info.id, ())
     search = split([t.category for t in texts.trajectories]).search
-    size = {"gamma_max": 4, "tree_width": WIDTH, "tree_depth": DEPTH}
     of = {"draft": "near", "recording": info.id, "recorded": {"width": WIDTH, "depth": DEPTH}}
     for kind, found in made.items():
         stored = shared.get_artifact(found["artifact"])
@@ -201,8 +200,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         beside = {key: found[key] for key in ("artifact", "kind", "policy")}
         assert found == stored.document | beside
         policy = json.dumps(found["policy"])
-        if kind == "classifier":
-            door.json("record --resume latest", pair=door.pair, cover=policy, **size)
         simulated = door.json("simulate", policy=policy)
         assert simulated["mean_accepted_length"] > 1.2
         short = {"workload": "demo", "limit": 1, "max_new_tokens": 12}
@@ -263,8 +260,6 @@ def test_artifacts_of_another_pair(door: Door, shared: TraceStore, pair: LoadedP
     policy = json.dumps(theirs.spelled_out())
     fitted_for = f"was fitted for pair {OTHER_PAIR}"
     assert fitted_for in door.error("simulate", policy=policy)
-    resume = "record --resume latest --device cpu"
-    assert fitted_for in door.error(resume, pair=door.pair, cover=policy)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.on_engine import outcome_on, prompts_of, record_on
-from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import load_pair
@@ -74,7 +74,9 @@ def recorded(
     upgrade(url)
     with opened(url) as store:
         info = record_on(store, demo, running, workload, prompts, fixed(2), Load(3), OPTIONS)
-        look_around(store, load_pair(demo, device="cpu"), info.id, Look(("small", "medium"), MOST))
+        record_panoramas(
+            store, load_pair(demo, device="cpu"), info.id, PanoramaSpec(("small", "medium"), MOST)
+        )
         store.finish_recording(info.id)
         yield store
 

@@ -24,7 +24,7 @@ from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.parts import deal, recorded_parts
-from spectune.optimizer.record import Look, record
+from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule.tuning import tuning_job
@@ -163,7 +163,7 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     store: TraceStore, pair: LoadedPair
 ) -> None:
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    lost = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain).id
+    lost = record(store, pair, WORKLOAD, QUICK.options, PanoramaSpec(("near",), 5), plain).id
     with store.database.write() as session:
         session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal > 4"), {"data": b"x"})
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
@@ -179,7 +179,7 @@ def test_a_damaged_panorama_moves_no_request_to_another_part(
     confirms on what the other is fitted to."""
     put_made_up_profile(store, pair)
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    info = record(store, pair, WORKLOAD, QUICK.options, Look(("near",), 5), plain)
+    info = record(store, pair, WORKLOAD, QUICK.options, PanoramaSpec(("near",), 5), plain)
     whole = recorded_parts(store, info.id, range(18))
     with store.database.write() as session:
         session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal = 0"), {"data": b"x"})
@@ -241,7 +241,7 @@ def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair
     put_made_up_profile(store, pair)
     drawn = DecodeOptions(Sampling(0.7), 8, "rejection")
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    info = record(store, pair, WORKLOAD, drawn, Look(("near",), 5), plain)
+    info = record(store, pair, WORKLOAD, drawn, PanoramaSpec(("near",), 5), plain)
     asked = replace(QUICK, tree_width=2, tree_depth=2, publish=False)
     tuned = tune_recording(store, pair, info.id, asked)
     assert {c.policy.growth.kind for c in tuned.candidates if c.policy.speculates} == {"chain"}
@@ -259,7 +259,7 @@ def test_what_recorded_rounds_name_is_stored(
 ) -> None:
     """By whatever they were decoded: a tuning's own short window, or a file given to `run`."""
     short = StaticSource(prepare(policy("near", 2), pair.draft_names))
-    record(store, pair, WORKLOAD, QUICK.options, Look(()), short)
+    record(store, pair, WORKLOAD, QUICK.options, PanoramaSpec(()), short)
     given = tmp_path / "policy.json"
     given.write_text(policy("near", 3).model_dump_json())
     door = Door(store.database.url.render_as_string(hide_password=False), str(tiny_pair))

@@ -20,18 +20,16 @@ from synthetic import flat_profile
 from trace_values import a_tree
 
 from spectune.optimizer import record as recorder
+from spectune.optimizer import tune
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.record import Look, cover_of, look_around
-from spectune.optimizer.search import search
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.search import Study, Trial
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import ChainGrowth, parse_policy
-from spectune.runtime.recording.panoramas import cover_name
+from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.trees.grow import Codes
-from spectune.traces.errors import PolicyError
-from spectune.traces.schema import ACCEPTANCE
+from spectune.traces.errors import TraceError
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -82,7 +80,6 @@ def test_trees_are_recorded_with_the_texts(tmp_path: Path, tiny_pair: Path) -> N
         loaded = store.load(made["recording"])
     for panorama, trajectory in zip(loaded.panoramas("near"), loaded.trajectories, strict=True):
         assert panorama.positions == len(trajectory.output_ids)
-        assert '{"kind":"top_k","score":"coupled(1.5)","width":3}' in panorama.covers
     listed = door.json("traces", "list")["recordings"][0]
     shown = door.json("traces", "show", "latest")
     assert listed["drafts"] == shown["drafts"] == made["drafts"]
@@ -121,7 +118,6 @@ def test_chances_are_recorded_where_the_verifier_draws(
         (panorama,) = store.load(made["recording"]).panoramas("near")
     drawn = verifier == "rejection" and temperature > 0
     assert len(panorama.trie.accept) == drawn * panorama.positions
-    assert (ACCEPTANCE in panorama.covers) == drawn
 
 
 def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
@@ -170,101 +166,72 @@ def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> 
     assert store.load("latest").panoramas("near") == wide
 
 
-def test_one_limit_alone_or_a_cover_takes_the_default_of_the_other(door: Door) -> None:
+def test_one_limit_alone_takes_the_default_of_the_other(door: Door) -> None:
     assert resumed(door, "--tree-depth", 2)["drafts"]["near"] == extent(3, 8, 2)
-    made = resumed(door, "--cover", json.dumps(STATIC), "--tree-width", 2, "--tree-depth", 3)
-    assert made["drafts"]["near"] == extent(3, 8, 3)
-    assert made["drafts"]["far"] == extent(3, 8, 3)
 
 
-def test_covers_are_kept_when_trees_are_widened(
-    door: Door, store: TraceStore, tmp_path: Path
-) -> None:
-    sharp = {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 2.0}
-    (tmp_path / "sharp.json").write_text(json.dumps({"draft": "near", "growth": sharp}))
-    # A top_k policy's window is 4 by default; a static tree is as deep as its paths, but all is
-    # recorded to one depth.
-    covers = ("--cover", tmp_path / "sharp.json", "--cover", json.dumps(STATIC))
-    resumed(door, "--tree-width", 2, "--tree-depth", 4, *covers)
-    named = {
-        '{"kind":"top_k","score":"coupled(2)","width":2}',
-        cover_name(parse_policy(STATIC).growth, sampled=False),
-    }
-    recording = store.resolve_recording("latest")
-    near, far = (set(store.most_held(recording, draft)[3]) for draft in ("near", "far"))
-    assert named <= near
-    assert not named & far  # a policy's growth is covered for its draft
-    before = store.load("latest").panoramas("near")
-    resumed(door, "--tree-width", 3, "--tree-depth", 3)
-    for old, new in zip(before, store.load("latest").panoramas("near"), strict=True):
-        assert (new.width, new.depth) == (3, 4)
-        assert set(old.covers) < set(new.covers)
-    stored = store.load("latest")
-    resumed(door, "--cover", tmp_path / "sharp.json", "--tree-width", 3, "--tree-depth", 4)
-    assert store.load("latest").panoramas("near") == stored.panoramas("near")
-
-
-def classifier(store: TraceStore) -> str:
-    weights = {
-        "w1": np.ones((4, 3), np.float32),
-        "b1": np.zeros(4, np.float32),
-        "w2": np.ones(4, np.float32),
-        "b2": np.zeros(1),
-    }
-    return store.put_artifact("classifier", {"draft": "near"}, weights)
-
-
-def test_tune_covers_what_promises_more_than_the_recording_can_tell(
-    door: Door, store: TraceStore, pair: LoadedPair
-) -> None:
-    """A growth that reads what was not recorded is left out of a search, until what is known of it
-    beats all that was tried."""
+def test_simulate_reads_what_a_recording_lacks(door: Door, store: TraceStore) -> None:
+    """A tree that reads other distributions than were recorded: the draft reads them, once, and
+    the rounds are those of a recording that holds them all."""
     resumed(door, "--tree-width", 2, "--tree-depth", 3)
-    recording = store.resolve_recording("latest")
-    grower = {"kind": "classifier", "width": 2, "cap": 8, "beta": 0.3}
-    grower["artifact"], window = classifier(store), {"kind": "fixed", "gamma": 3}
-    wide = parse_policy({"draft": "near", "growth": grower, "window": window})
-
-    def trace() -> ReplayTrace:
-        return trace_of(store, recording, ["near"])
-
-    find, profile = fitted(store), flat_profile(pair.id, pair.drafts)
-    how: dict[str, Any] = {"gamma_max": 2, "trials": 0, "incumbents": [wide], "artifacts": find}
-    study = search(trace(), profile, ["near"], **how)
-    (beyond,) = study.beyond
-    assert (beyond.policy, study.left_out()["policies"]) == (wide, 1)
-    assert wide not in [t.policy for t in study.trials]
-    known = replace(study, beyond=(replace(beyond, value=-1.0),))
-    assert search(trace(), profile, ["near"], known=known, **how) == known
-    wanted = TuneOptions(tree_width=2, tree_depth=3, gamma_max=4)
-    tuning = Tuning(store, pair, recording, wanted, lambda *_: None, time.perf_counter, {})
-    tuning.artifacts = find
-    for share, covered in ((1.01, []), (0.99, ["near"])):
-        others = replace(beyond, value=beyond.value * share)
-        tuning.study = replace(study, trials=(others,))
-        assert tuning.record_beyond() == covered
-    assert run_replay(trace(), wide, profile, artifacts=find).missing == 0
-    again = search(trace(), profile, ["near"], known=replace(study, beyond=()), **how)
-    assert not again.beyond
-    assert wide in [t.policy for t in again.trials]
+    sharp = {"kind": "top_k", "width": 2, "score": "coupled", "sharpness": 8.0}
+    deep = {"kind": "static", "paths": [[1], [1, 1], [1, 1, 0]]}
+    before = store.load("latest").panoramas("near")
+    for growth in (deep, sharp):
+        policy = {"draft": "near", "growth": growth, "window": {"kind": "fixed", "gamma": 3}}
+        found = door.json("simulate", "--policy", json.dumps(policy))
+        sizes = [len(p.trie.count) for p in store.load("latest").panoramas("near")]
+        again = door.json("simulate", "--policy", json.dumps(policy))
+        assert again == found
+        assert sizes == [len(p.trie.count) for p in store.load("latest").panoramas("near")]
+    for old, new in zip(before, store.load("latest").panoramas("near"), strict=True):
+        for name in Codes._fields:
+            held = len(old.trie.count)
+            assert np.array_equal(getattr(old.trie, name), getattr(new.trie, name)[:held])
+    assert sum(sizes) > sum(len(p.trie.count) for p in before)
 
 
-def chosen(*others: dict[str, Any]) -> str:
-    """A choice by prompt between no speculation and others."""
-    plain = {"draft": "none", "window": {"kind": "fixed", "gamma": 0}}
-    return json.dumps({**plain, "by_prompt": {"artifact": "0123", "others": others}})
+def test_what_cannot_be_read_is_refused(door: Door, store: TraceStore) -> None:
+    """Distributions that are not there never count as if the draft proposed nothing."""
+    resumed(door, "--tree-width", 2, "--tree-depth", 3)
+    trace = trace_of(store, store.resolve_recording("latest"), ["near"])
+    growth = {"kind": "static", "paths": [[1], [1, 1], [1, 1, 0]]}
+    policy = parse_policy({"draft": "near", "growth": growth})
+    assert run_replay(trace, policy, approximate=True).missing > 0
+    with pytest.raises(TraceError, match="the draft is not at hand to read them"):
+        run_replay(trace, policy)
 
 
-def test_of_a_choice_by_prompt_the_trees_are_covered(door: Door, store: TraceStore) -> None:
-    resumed(door, "--cover", chosen({"draft": "far"}, STATIC))
-    panoramas = store.load(store.resolve_recording("latest")).panoramas("near")
-    name = cover_name(parse_policy(STATIC).growth, sampled=False)
-    assert all(name in panorama.covers for panorama in panoramas)
+def test_tuning_records_trees_on_a_few_requests_first(
+    door: Door, store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the others only where their best tree is not far behind the best policy."""
+    monkeypatch.setattr(tune, "FEW_REQUESTS", 1)
+    recording, lines = store.resolve_recording("latest"), list[str]()
+    settings = TuneOptions(
+        drafts=("near",), tree_width=2, tree_depth=2, gamma_max=4, tell=lines.append
+    )
 
+    def tuning() -> Tuning:
+        made = Tuning(store, pair, recording, settings, lambda *_: None, time.perf_counter, {})
+        made.artifacts, made.incumbent = fitted(store), AUTOREGRESSIVE
+        made.profile = flat_profile(pair.id, pair.drafts)
+        made.record_chains()
+        made.study = Study((Trial(parse_policy({"draft": "near"}), 1.0, "test"),), 0, "")
+        return made
 
-def test_a_chain_is_no_cover() -> None:
-    with pytest.raises(PolicyError, match="drafts a chain"):
-        cover_of(parse_policy({"draft": "near"}), sampled=False)
+    def widths() -> list[int]:
+        return sorted(p.width for p in store.load(recording).panoramas("near"))
+
+    first = tuning()
+    monkeypatch.setattr(Tuning, "_best_tree", lambda *_: 0.8)
+    first.record_trees()
+    assert (widths(), first.grown) == ([1, 1, 2], ())
+    assert "Trees of near cannot win: on 1 requests their best is 20% slower" in lines[-1]
+    monkeypatch.setattr(Tuning, "_best_tree", lambda *_: 0.95)
+    second = tuning()
+    second.record_trees()
+    assert (widths(), second.grown) == ([2, 2, 2], ("near",))
 
 
 # --- heads
@@ -278,10 +245,9 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
     """Retraces drafts, one of them a head; what was made: (draft, gamma_max, width, depth)."""
     calls: set[tuple[str, int, int, int]] = set()
 
-    def fake(_pair: LoadedPair, text: Trajectory, draft: str, covers: Any, **size: int) -> Panorama:
+    def fake(_pair: LoadedPair, text: Trajectory, draft: str, **size: int) -> Panorama:
         calls.add((draft, *size.values()))
-        names = (*(c.name for c in covers), cover_name(ChainGrowth(), sampled=False))
-        return a_tree(text, draft, covers=names, **size)
+        return a_tree(text, draft, **size)
 
     monkeypatch.setattr(recorder, "record_panorama", fake)
     headed = replace(pair, heads={"head": object()})  # type: ignore[dict-item]  # only its name is looked at
@@ -289,7 +255,9 @@ def retraced(store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatc
 
     def made(gamma_max: int, width: int = 0, depth: int = 0) -> Any:
         calls.clear()
-        look_around(store, headed, recording, Look(headed.draft_names, gamma_max, width, depth))
+        record_panoramas(
+            store, headed, recording, PanoramaSpec(headed.draft_names, gamma_max, width, depth)
+        )
         return set(calls)
 
     return made
@@ -307,23 +275,12 @@ def test_what_is_recorded_anew_holds_all_that_was(retraced: Retrace) -> None:
 # --- mistakes
 
 
-def cover(**changes: object) -> tuple[str, str]:
-    return "--cover", json.dumps(STATIC | changes)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--tree-width", 0), "--tree-width 0: from 1 to 32 is possible"),
         (("--tree-depth", 65), "--tree-depth 65: from 1 to 64 is possible"),
         (("--tree-width", 32, "--tree-depth", 64), "more than any policy may grow"),
-        (("--cover", "nothing"), "--cover nothing: neither a file"),
-        (("--cover", '{"draft": "near"}'), "drafts a chain; every recording covers those"),
-        (("--cover", chosen({"draft": "near"})), "drafts a chain; every recording covers those"),
-        ((*cover(draft="other"),), "the pair has no draft 'other' (it has: near, far, ngram)"),
-        ((*cover(), "--tree-width", 1), "its trees are 2 wide; give --tree-width 2 instead of 1"),
-        ((*cover(), "--tree-depth", 2), "its trees are 3 deep; give --tree-depth 3 instead of 2"),
-        (cover(growth={"kind": "static", "artifact": "0123"}), "there is no artifact '0123'"),
     ],
 )
 def test_mistakes_cost_one_line(

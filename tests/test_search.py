@@ -179,9 +179,7 @@ def test_only_a_confirmed_gain_is_published(
         assert (made.candidate, made.may_publish) == (winner, True)
 
 
-LIMIT = TreeLimit(
-    3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),), sharpness=2.4
-)
+LIMIT = TreeLimit(3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),))
 
 
 def test_every_policy_of_the_enumeration_can_seed_the_sampler() -> None:
@@ -213,7 +211,7 @@ def test_every_policy_of_the_enumeration_can_seed_the_sampler() -> None:
     assert ("static", False, 2) in kinds
     assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
     scored = [p.growth for p in policies if getattr(p.growth, "score", "") == "coupled"]
-    assert {g.sharpness for g in scored if g.kind == "top_k"} == {1.5, 2.4, 3.0}
+    assert {g.sharpness for g in scored if g.kind == "top_k"} == {1.5, 3.0}
     assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), (
         "C2T's chain mode"
     )

@@ -203,8 +203,6 @@ def test_a_routing_survives_its_document() -> None:
     clusters = Clusters(np.arange(30) % 4, 5)
     layers = weights(random_network())
     routing = Routing(tuple(w.numpy() for w in layers), clusters, head_hash(head))
-        tuple(w.numpy() for w in weights(random_network())), clusters, head_hash(head)
-    )
     document, arrays = routing.to_document()
     assert (document["inputs"], document["hidden"], document["clusters"]) == (10, 7, 5)
     again = Routing.from_document(json.loads(json.dumps(document)), arrays)

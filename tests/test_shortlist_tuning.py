@@ -26,7 +26,7 @@ from spectune.optimizer.fit.fr_spec import count_tokens, token_ids
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.fit.tuning import FOLDS, fit_shortlists, ranks_for
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.record import Look, record
+from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.search import Study, Trial, search, shortlist_bounds, worth_trying
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -95,7 +95,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     workload = load_workload([str(write_workload(folder / "w.jsonl", 8))])
     with opened(folder / "spectune.db") as store:
         plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-        recording = record(store, pair, workload, OPTIONS, Look(("near",), GAMMA, 6, 3), plain).id
+        recording = record(
+            store, pair, workload, OPTIONS, PanoramaSpec(("near",), GAMMA, 6, 3), plain
+        ).id
         limits = fit_shortlists(store, pair, recording, ["near", "ngram"], seed=1)
         ranks = ranks_for(store, pair, recording, limits)
         trace = trace_of(store, recording, ["near"], ranks)
@@ -341,7 +343,10 @@ def test_a_choice_by_prompt_is_raced_where_it_is_predicted_to_gain(
     monkeypatch.setattr(by_prompt, "worth", lambda *a: {**worth(*a), "interval": [0.1, 0.2]})
     store, pair = recorded.store, recorded.pair
     put_made_up_profile(store, pair)
-    plain, look = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), Look(("near",), GAMMA)
+    plain, look = (
+        StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)),
+        PanoramaSpec(("near",), GAMMA),
+    )
     before = load_workload([str(write_workload(tmp_path / "before.jsonl", 20))])
     recording = record(store, pair, before, OPTIONS, look, plain).id
     candidates = AUTOREGRESSIVE, policy("near", 3)

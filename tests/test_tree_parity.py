@@ -3,6 +3,7 @@ architectures in float64, three temperatures, every growth."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,14 @@ from recorded_texts import plain_texts, same_rounds, shape
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
-from spectune.optimizer.record import cover_of
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Nodes, ReplayTrace
 from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.runtime.recording.panoramas import Cover, record_panorama
+from spectune.runtime.recording.panoramas import extend_panorama, record_panorama
 from spectune.runtime.session import Sessions
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling, Step
@@ -118,13 +118,18 @@ def two_texts(pair: LoadedPair, sampling: Sampling) -> list[Trajectory]:
     return plain_texts(pair, {"0": PROMPTS[1], "1": PROMPTS[2]}, sampling, TOKENS)
 
 
-def covers(policies: list[Policy], sampling: Sampling, find: Artifacts) -> list[Cover]:
-    """What the recorder must cover beside its base."""
-    return [
-        cover_of(p, sampled=not sampling.greedy, artifacts=find)
-        for p in policies
-        if p.growth.kind not in ("top_k", "chain")
-    ]
+def readable(
+    pair: LoadedPair, texts: list[Trajectory], draft: str, panoramas: list[Panorama]
+) -> ReplayTrace:
+    """A trace that reads what replays lack."""
+    trace = ReplayTrace(texts, {draft: panoramas})
+
+    def read(name: str, nodes: Mapping[int, Nodes]) -> dict[int, Panorama]:
+        held = trace.panoramas[name]
+        return {i: extend_panorama(pair, texts[i], held[i], *nodes[i]) for i in nodes}
+
+    trace.reader = read
+    return trace
 
 
 def replayed_exactly(
@@ -139,9 +144,8 @@ def replayed_exactly(
     plain loop over the trees and decoded again, with the same texts."""
     draft = policies[0].draft
     find, plain = artifacts(draft), two_texts(pair, sampling)
-    grown = width, depth, covers(policies, sampling, find)
-    trees = [record_panorama(pair, t, draft, gamma_max, *grown) for t in plain]
-    trace, rounds = ReplayTrace(plain, {draft: trees}), []
+    trees = [record_panorama(pair, t, draft, gamma_max, width, depth) for t in plain]
+    trace, rounds = readable(pair, plain, draft, trees), []
     for policy in policies:
         replayed = run_replay(trace, policy, per_round=True, artifacts=find)
         assert replayed.missing == 0
@@ -207,11 +211,8 @@ def test_windows_that_weigh_costs_replay_exactly(pair: LoadedPair, sampling: Sam
     find, profile = artifacts(draft), flat_profile(pair.id, pair.drafts)
     policies = [parse_policy({"draft": draft, **d}) for d in ANALYTIC]
     plain = two_texts(pair, sampling)
-    trees = [
-        record_panorama(pair, t, draft, DEPTH, WIDTH, DEPTH, covers(policies, sampling, find))
-        for t in plain
-    ]
-    trace = ReplayTrace(plain, {draft: trees})
+    trees = [record_panorama(pair, t, draft, DEPTH, WIDTH, DEPTH) for t in plain]
+    trace = readable(pair, plain, draft, trees)
     depths = set()
     for policy in policies:
         replayed = run_replay(trace, policy, profile, per_round=True, artifacts=find)

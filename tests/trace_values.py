@@ -96,7 +96,6 @@ def a_tree(
     width: int = 4,
     depth: int = 3,
     greedy: bool = False,
-    covers: tuple[str, ...] = ("a",),
     vocab: int = 4096,
 ) -> Panorama:
     """A panorama of trees, of twice as many nodes off the text as on it, each with a parent that
@@ -122,7 +121,6 @@ def a_tree(
         width=width,
         depth=depth,
         shared=True,
-        covers=covers,
         trie=Trie(
             parent=parent,
             slot=(rng.random(m) * count[parent]).astype(np.uint8),

@@ -38,8 +38,6 @@ NO_BIN = 255
 
 OFF_TEXT = 255
 """The :attr:`Trie.text_slot` of a node after which no recorded child is the text's token."""
-ACCEPTANCE = "acceptance"
-"""The cover of a panorama that holds :attr:`Trie.accept`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,8 +177,8 @@ class Panorama(Value):
     trees of ``depth`` levels.
 
     ``shared``: the child of node i on the text is node i + 1; a head's distributions depend on
-    where its round began, and have nodes of their own. ``covers``: what else replays exactly,
-    ``ACCEPTANCE`` and growths (:func:`runtime.recording.panoramas.cover_name`).
+    where its round began, and have nodes of their own. What a tree reads beyond is added when a
+    replay lacks it.
 
     Stored: ``n`` positions, the mean ``acceptance`` of a first proposal, and the sums of
     :class:`traces.acceptance.Survival`.
@@ -195,7 +195,6 @@ class Panorama(Value):
     width: Mapped[int]
     depth: Mapped[int]
     shared: Mapped[bool]
-    covers: Mapped[tuple[str, ...]] = mapped_column(_STRINGS)
     trie: Mapped[Trie] = mapped_column(blobs.TRIE, repr=False, sort_order=LAST)
     n: Mapped[int] = mapped_column(init=False, compare=False)
     acceptance: Mapped[float] = mapped_column(init=False, compare=False)

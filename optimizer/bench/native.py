@@ -49,9 +49,8 @@ class NativeBench:
 
     def predict(self, policy: Policy, part: PartName) -> Prediction:
         """``result`` is the :class:`optimizer.simulate.replay_trace.Replay`."""
-        replay = run_replay(
-            self._traces[part], policy, self.profile, artifacts=self.artifacts, approximate=True
-        )
+        trace = self._traces[part]
+        replay = run_replay(trace, policy, self.profile, artifacts=self.artifacts)
         return Prediction(replay.seconds, replay.total.tokens_per_s, replay)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""`record`: decode a workload, and look around from every start of its texts."""
+"""`record`: decode a workload, and compute each draft's proposals at every position."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ from spectune.optimizer.commands.shared import (
     nothing_decoded,
     open_store,
     pair_spec,
-    policy_named,
     prepared,
 )
 
 if TYPE_CHECKING:
     from spectune.optimizer.execute import DecodeOptions
-    from spectune.runtime.loading import LoadedPair
     from spectune.runtime.pair import PairSpec
     from spectune.traces.store import TraceStore
 
@@ -49,31 +47,22 @@ if TYPE_CHECKING:
 )
 @option(
     "--tree-width",
-    "Record draft trees too, of so many children a node; default: 8 with any --tree-... or "
-    "--cover.",
+    "Record draft trees too, of so many children a node; default: 8 with --tree-depth.",
     int,
     metavar="1..32",
 )
 @option(
     "--tree-depth",
-    "Record draft trees too, of so many levels; default: 8 with any --tree-... or --cover.",
+    "Record draft trees too, of so many levels; default: 8 with --tree-width.",
     int,
     metavar="1..64",
 )
-@option(
-    "--cover covers",
-    "FILE, inline JSON or ID of a policy whose trees must replay exactly; repeatable. top_k needs "
-    "none at its usual scores.",
-    multiple=True,
-    metavar="POLICY",
-)
 @opts.workers
 def record(**kw: Any) -> None:
-    """Decode a workload, store the texts, and look around from every start of them.
+    """Decode a workload, store the texts, and what each draft proposes at every position.
 
     An unfinished recording of the same arguments is resumed, and so is the one that --resume names.
-    Trees are recorded on request; with --resume they may be made wider, deeper, or cover more than
-    before.
+    Trees are recorded on request; with --resume they may be made wider or deeper than before.
 
     \b
     Example:  cli.py record --pair demo --limit 64 --max-new-tokens 96
@@ -94,15 +83,13 @@ def record(**kw: Any) -> None:
         if resumed:
             _go_on(kw, store)
         check_policy(store, kw["policy_name"])
-        for name in kw["covers"]:
-            check_policy(store, name, option="--cover")
         options = decode_options(kw)
         served = _served(store, spec, kw, options) if on_engine else None
         workload = None if resumed or on_engine else workload_of(kw, spec)
         pair = load(kw, spec)
         from spectune.optimizer.inputs import recording_of
         from spectune.optimizer.processes import dask_workers
-        from spectune.optimizer.record import Look, begun_as, look_around
+        from spectune.optimizer.record import PanoramaSpec, begun_as, record_panoramas
         from spectune.optimizer.record import record as do_record
         from spectune.optimizer.serving import last_good
         from spectune.runtime.loop import StaticSource
@@ -116,11 +103,10 @@ def record(**kw: Any) -> None:
                 before = recording_of(store, served or resumed, spec)
                 if not served and before.state == "recording" and before.workload_id is not None:
                     begun, (workload, options) = before, begun_as(store, pair, before)
-            sampling = before.sampling if workload is None else options.sampling
-            trees = _trees(store, pair, kw, sampled=not sampling.greedy)
-            look = Look(pair.chain_drafts if served else pair.draft_names, kw["gamma_max"], **trees)
+            spec_drafts = pair.chain_drafts if served else pair.draft_names
+            panoramas = PanoramaSpec(spec_drafts, kw["gamma_max"], *_tree_size(kw))
             if workload is None:
-                look_around(store, pair, before.id, look, progress=meter)
+                record_panoramas(store, pair, before.id, panoramas, progress=meter)
                 if served:
                     store.finish_recording(served)
                 info = store.get_recording(before.id)
@@ -139,7 +125,7 @@ def record(**kw: Any) -> None:
                     pair,
                     workload,
                     options,
-                    look,
+                    panoramas,
                     StaticSource(plan),
                     fresh=kw["fresh"],
                     begun=begun,
@@ -175,10 +161,8 @@ def _without_trees(kw: dict[str, Any]) -> None:
         raise click.UsageError(
             "--resume goes on with what is recorded, without an engine; leave --engine out"
         )
-    if kw["covers"] or any(kw[name] is not None for name in ("tree_width", "tree_depth")):
-        raise click.UsageError(
-            f"--engine {kw['engine']} drafts chains alone: leave --tree-... and --cover out"
-        )
+    if any(kw[name] is not None for name in ("tree_width", "tree_depth")):
+        raise click.UsageError(f"--engine {kw['engine']} drafts chains alone: leave --tree-... out")
 
 
 def _go_on(kw: dict[str, Any], store: TraceStore) -> None:
@@ -191,34 +175,9 @@ def _go_on(kw: dict[str, Any], store: TraceStore) -> None:
                 kw[option] = before.options.get(option, "auto")
 
 
-def _trees(
-    store: TraceStore, pair: LoadedPair, kw: dict[str, Any], *, sampled: bool
-) -> dict[str, Any]:
-    """What ``record`` was asked for in trees, as arguments of Look. Raises PolicyError and
-    TraceError."""
-    from spectune.optimizer.artifacts import fitted
+def _tree_size(kw: dict[str, Any]) -> tuple[int, int]:
+    """Width and depth of the trees to record, (0, 0) for none. Raises TraceError."""
     from spectune.optimizer.inputs import tree_size
-    from spectune.optimizer.record import cover_of
-    from spectune.traces.errors import PolicyError
 
     width, depth = kw["tree_width"], kw["tree_depth"]
-    if (width, depth, kw["covers"]) == (None, None, ()):
-        return {}
-    named: list[tuple[str, Any]] = []
-    by_draft: dict[str, list[Any]] = {}
-    find = fitted(store, pair.id)
-    for name in kw["covers"]:
-        policy = policy_named(store, name, pair.id, pair.device.type, option="--cover")
-        # A choice between policies also has some that every recording covers.
-        grown = [candidate for candidate in policy.candidates if candidate.is_tree]
-        for candidate in grown or policy.candidates[-1:]:
-            if candidate.draft not in pair.draft_names:
-                raise PolicyError(
-                    f"--cover {name}: the pair has no draft {candidate.draft!r} (it has: "
-                    f"{', '.join(pair.draft_names)})"
-                )
-            cover = cover_of(candidate, sampled=sampled, artifacts=find)
-            named.append((name, cover))
-            by_draft.setdefault(candidate.draft, []).append(cover)
-    width, depth = tree_size(width, depth, named)
-    return {"tree_width": width, "tree_depth": depth, "covers": by_draft}
+    return (0, 0) if width is None and depth is None else tree_size(width, depth)

@@ -37,12 +37,11 @@ def train(
     scaled, labels = ((x - mean) / deviation).float(), y.float()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(
-            nn.Linear(x.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, y.shape[1])
-        )
+        first = nn.Linear(x.shape[1], hidden)
+        model = nn.Sequential(first, nn.ReLU(), nn.Linear(hidden, y.shape[1]))
         adam = torch.optim.Adam(model.parameters(), lr=learning_rate)
         for epoch in range(epochs):
-            for rows in torch.randperm(len(x)).split(batch):
+            for rows in torch.split(torch.randperm(len(x)), batch):
                 loss = binary_cross_entropy_with_logits(
                     model(scaled[rows]), labels[rows], reduction="none"
                 )
@@ -50,7 +49,6 @@ def train(
                 loss.sum(1).mean().backward()  # type: ignore[no-untyped-call]
                 adam.step()
             progress("epochs", epoch + 1, epochs)
-    first = model[0]
     with torch.no_grad():
         weight = first.weight.double() / deviation
         first.bias.copy_(first.bias.double() - weight @ mean)
@@ -60,7 +58,7 @@ def train(
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """Mean over examples of the cross-entropy summed over outputs, in nats."""
-    parts = zip(x.split(BATCH_OF_SCORES), y.split(BATCH_OF_SCORES), strict=True)
+    parts = zip(*(torch.split(z, BATCH_OF_SCORES) for z in (x, y)), strict=True)
     sums = (
         float(binary_cross_entropy_with_logits(model(a.float()), b.float(), reduction="sum"))
         for a, b in parts
@@ -70,5 +68,5 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def weights(model: nn.Sequential) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(w1 [hidden, d], b1 [hidden], w2 [outputs, hidden], b2 [outputs]) of the two layers."""
-    first, _, second = model
-    return first.weight, first.bias, second.weight, second.bias
+    w1, b1, w2, b2 = model.parameters()
+    return w1, b1, w2, b2

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.simulate.tree_tables import (
-    ABSENT,
     NO_SHORTLIST,
     GrowthTable,
     Scratch,
@@ -25,9 +24,12 @@ from spectune.optimizer.simulate.tree_tables import (
     Trie,
     tabulate,
 )
-from spectune.runtime.trees.grow import Codes, Growing, TreeRule
+from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule
 from spectune.traces.errors import TraceError
 from spectune.traces.tables import Panorama, Trajectory
+
+GROWN_TOGETHER: Final = 1024
+"""Starts whose trees are grown together when looking for what they lack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +135,6 @@ def tabulate_growth(
     depth = min(depth, len(rule.static)) if rule.static else depth
     routed = shortlist is not None and len(shortlist.union.order) > 0
     table = GrowthTable.empty(len(forest.root), depth, routed=routed)
-    if rule.static and forest.shared and forest.full and not rule.stop.active and shortlist is None:
-        _tabulate_static(forest, rule, table)
-        return table
     held, codes = NO_SHORTLIST if shortlist is None else shortlist, forest.codes
     for one, starts in rules:
         tree = Growing(one, depth).tree
@@ -144,28 +143,30 @@ def tabulate_growth(
     return table
 
 
-def _tabulate_static(forest: Forest, rule: TreeRule, table: GrowthTable) -> None:
-    """Static trees on a draft that is a function of its prefix: the ranks of the text's own tokens
-    say everything, at any depth."""
-    below = [np.full(256, -1)]  # of each node of the tree, the root's first: its child of each rank
-    frontier = [0]
-    for level in rule.static:
-        numbers = []
-        for place in level.places:
-            parent, rank = divmod(place, rule.width)
-            numbers.append(len(below))
-            below[frontier[parent]][rank] = len(below)
-            below.append(np.full(256, -1))
-        frontier = [numbers[i] for i in level.expanded]
-    child = np.array(below)
-    expanded = np.asarray((child >= 0).any(1))
-    at = np.zeros(len(forest.root), np.int64)
-    for depth, level in enumerate(rule.static[: table.depth]):
-        # The node of the text's own prefix at this depth; the last prefix of a text has no
-        # following token, which ends the walk.
-        slot = forest.text_slot[np.minimum(forest.root + depth, len(forest.text_slot) - 1)]
-        at = np.where(at >= 0, child[at, slot], -1)
-        table.rank[:, depth:, depth] = np.where(at >= 0, 0, ABSENT)[:, None]
-        table.read[:, depth] = (at >= 0) & expanded[at]
-        table.width[:, depth] = len(level.expanded)
-    table.pool[:] = np.cumsum([len(level.places) for level in rule.static[: table.depth]])
+def lacking_nodes(
+    forest: Forest, rules: Sequence[tuple[TreeRule, npt.NDArray[np.int64]]], depth: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns (parents, slots) int64 [n]: the children of recorded nodes that trees ``depth``
+    levels deep expand and whose distributions were not recorded. Below them nothing is known, so
+    that there may be more once they are.
+
+    ``rules`` as of :func:`tabulate_growth`.
+    """
+    lacking = [np.zeros((2, 0), np.int64)]
+    for rule, starts in rules:
+        levels = min(depth, len(rule.static)) if rule.static else depth
+        for at in range(0, len(starts), GROWN_TOGETHER):
+            some = starts[at : at + GROWN_TOGETHER]
+            growing, front = Growing(rule, levels, len(some)), forest.root[some][:, None]
+            trees = growing.trees
+            for level in range(1, levels):
+                growing.add_from(forest.codes, front)
+                places = slice(0, trees.frontier[0, level])
+                above, slot = trees.above[:, level, places], trees.rank[:, level, places]
+                parent = np.take_along_axis(front, above, 1)
+                expanded = (trees.place[:, level, places] != NONE) & (parent >= 0)
+                front = np.where(expanded, forest.child[parent, slot], -1).astype(np.int64)
+                lost = expanded & (front < 0) & (forest.limit[some] > level)[:, None]
+                lacking.append(np.stack([parent[lost], slot[lost]]))
+    parents, slots = np.unique(np.concatenate(lacking, axis=1), axis=1)
+    return parents, slots

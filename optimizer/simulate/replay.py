@@ -21,7 +21,7 @@ from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
 from spectune.runtime.policies.document import Policy, PromptPolicy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
 from spectune.traces.tables import LatencyProfile
@@ -42,10 +42,10 @@ def run_replay(
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window
     starts anew, and those of a choice by prompt always do. ``artifacts`` finds what the policy
-    names that was fitted. A tree that would read distributions which were not recorded raises
-    TraceError, unless ``approximate``: then such nodes have no children, and ``Replay.missing``
-    counts the rounds. It also counts those whose shortlist holds none of the children recorded,
-    where the proposal is taken to be wrong.
+    names that was fitted. Distributions that a tree lacks are read, level by level, by the trace's
+    reader; without one they raise TraceError. If ``approximate``, nothing is read: such nodes have
+    no children, and ``Replay.missing`` counts the rounds. It also counts those whose shortlist
+    holds none of the children recorded, where the proposal is taken to be wrong.
 
     Raises TraceError if the recording or the profile does not hold what the policy needs,
     PolicyError if the policy needs costs and there is no profile.
@@ -54,8 +54,36 @@ def run_replay(
         how = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **how)
     plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
-    state = init_state(plan.window) if state is None else state.fork()
-    growth, doubtful = None, ALL_KNOWN
+    state = init_state(plan.window) if state is None else state
+    replay = _run_plan(trace, plan, profile, state.fork(), per_round=per_round)
+    if approximate or plan.rules is None or plan.shortlist is not None:
+        return replay
+    for _ in range(policy.depth_max):
+        if not replay.missing:
+            break
+        growth = trace.growth(policy, plan.rules)
+        if not trace.read_lacking(policy, plan.rules, growth):
+            break
+        replay = _run_plan(trace, plan, profile, state.fork(), per_round=per_round)
+    if replay.missing:
+        raise TraceError(
+            f"{replay.missing} of {replay.total.rounds} rounds of {policy.label()} would read "
+            f"distributions of draft {policy.draft!r} that the recording does not hold, and the "
+            "draft is not at hand to read them"
+        )
+    return replay
+
+
+def _run_plan(
+    trace: ReplayTrace,
+    plan: Plan,
+    profile: LatencyProfile | None,
+    state: WindowState,
+    *,
+    per_round: bool,
+) -> Replay:
+    """One replay with what is recorded."""
+    policy, growth, doubtful = plan.policy, None, ALL_KNOWN
     if trace.uses_trees(policy):
         assert plan.rules is not None
         growth = trace.growth(policy, plan.rules, plan.shortlist)
@@ -84,16 +112,11 @@ def run_replay(
         tables = growth, stops, trace.cached_from, limits
         used = replay_trees(plan.window, state, trace.texts, *tables, costs, sums)
         missing = int(sums.counts[:, 6].sum())
-        if missing and not approximate and plan.shortlist is None:
-            raise TraceError(
-                f"{missing} of {int(sums.counts[:, 0].sum())} rounds of {policy.label()} would "
-                f"read distributions of draft {policy.draft!r} that the recording does not hold "
-                f"(it holds width {forest.width}, depth {forest.depth}): `record --resume ID "
-                "--cover POLICY` records them"
-            )
     made = Replay(
         policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),)
     )
+    if missing and growth is not None:
+        made = replace(made, lacks_text=not trace.forest(policy.draft).shared)
     if not per_round:
         return made
     return replace(made, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy())
@@ -118,3 +141,18 @@ def _run_chosen(
         parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **how)))
     chosen = tuple(policy.candidates[pick].draft for pick in picks)
     return replace(together(policy, parts), chosen=chosen)
+
+
+def could_reach(replay: Replay) -> float:
+    """Returns the tokens/s that a replay could reach if the distributions it lacked were read.
+
+    A draft model's lacking distributions lie off the text: with them there are more candidates to
+    verify, none of which is accepted, so what was replayed is the most. A head's may hold the
+    text's tokens: each round that lacks any could have accepted its whole tree, so that fewer
+    rounds would have emitted as much.
+    """
+    total, speed = replay.total, replay.total.tokens_per_s
+    if not replay.lacks_text or not replay.missing:
+        return speed
+    spared = replay.missing * replay.policy.depth_max / total.mean_accepted_length
+    return speed * total.rounds / max(1.0, total.rounds - spared)

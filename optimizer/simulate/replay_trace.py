@@ -21,7 +21,12 @@ from spectune.optimizer.simulate.chain_tables import (
     tabulate,
 )
 from spectune.optimizer.simulate.chains import Texts
-from spectune.optimizer.simulate.forest import Forest, join_trees, tabulate_growth
+from spectune.optimizer.simulate.forest import (
+    Forest,
+    join_trees,
+    lacking_nodes,
+    tabulate_growth,
+)
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.shortlists import (
     RankedForest,
@@ -63,6 +68,10 @@ CACHED_COSTS: Final = 16
 """Tables of costs a trace keeps (for trees, 8 bytes a position and pass)."""
 
 
+Nodes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Children of a panorama's nodes: (parents, slots) int64 [n]."""
+Reader = Callable[[str, Mapping[int, Nodes]], Mapping[int, Panorama]]
+"""Reads what a replay lacked: given a draft and nodes by trajectory, returns their panoramas."""
 Made = TypeVar("Made")
 
 
@@ -138,7 +147,7 @@ class ReplayTrace:
         self.cached_from = cached_from(self.offsets, self.trajectories)
         for found in panoramas.values():
             _check_positions(self.trajectories, found)
-        self.panoramas = dict(panoramas)
+        self.panoramas: dict[str, Sequence[Panorama]] = dict(panoramas)
         self.chains: dict[str, Chains] = {
             d: join_chains(self.trajectories, p) for d, p in panoramas.items() if p[0].shared
         }
@@ -154,6 +163,8 @@ class ReplayTrace:
         }
         self.hot: npt.NDArray[np.bool_] = np.repeat(self.sampled > 0, lengths)
         """Positions of sampled texts, bool [positions]."""
+        self.reader: Reader | None = None
+        """Reads distributions that a replay lacks; None: such a replay is refused."""
         self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
         self._stops: Memo[tuple[GrowthTable, npt.NDArray[np.uint8]]] = Memo(CACHED_GROWTHS)
         self._tables: Memo[tuple[Words, Index]] = Memo(CACHED_TABLES)
@@ -271,20 +282,51 @@ class ReplayTrace:
         Raises TraceError if too little was recorded.
         """
         forest = self.forest(policy.draft)
-        stops = policy.stop.kind != "none" and policy.growth.kind == "static"
         # Shallower policies share the deepest one's table.
         depth = max(policy.depth_max, forest.depth)
         blocks = policy.growth.model_dump_json(), policy.shortlist.model_dump_json()
-        key = (policy.draft, *blocks, depth, stops)
+        key = (policy.draft, *blocks, depth, len(forest.text_slot))
 
         def make() -> GrowthTable:
             ranks = None
             if shortlist is not None:
                 ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
-            each = [(rules[0], np.flatnonzero(~self.hot)), (rules[1], np.flatnonzero(self.hot))]
+            each = self._by_temperature(rules, np.arange(len(forest.root)))
             return tabulate_growth(forest, each, depth, ranks)
 
         return self._growths.get(key, make)
+
+    def _by_temperature(
+        self, rules: tuple[TreeRule, TreeRule], starts: npt.NDArray[np.int64]
+    ) -> list[tuple[TreeRule, npt.NDArray[np.int64]]]:
+        """Each rule with those of the starts that it grows."""
+        hot = self.hot[starts]
+        return [(rules[0], starts[~hot]), (rules[1], starts[hot])]
+
+    def read_lacking(
+        self, policy: Policy, rules: tuple[TreeRule, TreeRule], growth: GrowthTable
+    ) -> bool:
+        """Reads the distributions that a policy's trees lack, of the requests replayed; False where
+        there are none, or none could be read."""
+        draft, panoramas = policy.draft, list(self.panoramas[policy.draft])
+        replayed = np.repeat(np.isin(np.arange(len(panoramas)), self.order), np.diff(self.offsets))
+        starts = np.flatnonzero(replayed & (growth.missing <= policy.depth_max))
+        each = self._by_temperature(rules, starts)
+        parents, slots = lacking_nodes(self.forest(draft), each, policy.depth_max)
+        if self.reader is None or not len(parents):
+            return False
+        sizes = [len(p.trie.text_slot) for p in panoramas]
+        first = np.concatenate(([0], np.cumsum(sizes)))
+        trajectory = np.searchsorted(first, parents, side="right") - 1
+        nodes = {
+            int(i): (parents[trajectory == i] - first[i], slots[trajectory == i])
+            for i in np.unique(trajectory)
+        }
+        for i, panorama in self.reader(draft, nodes).items():
+            panoramas[i] = panorama
+        self.panoramas[draft] = panoramas
+        self._forests.pop(draft)
+        return sum(len(p.trie.text_slot) for p in panoramas) > sum(sizes)
 
     def stops(self, growth: GrowthTable, rules: tuple[TreeRule, TreeRule]) -> npt.NDArray[np.uint8]:
         """The level at which the rules' stop triggers in each start's tree, uint8 [positions]
@@ -356,7 +398,7 @@ class Replay:
     unless approximate). ``rounds`` int32 [rounds, 10]
     (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
     verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
-    of a choice by prompt.
+    of a choice by prompt. ``lacks_text``: what was not recorded may hold tokens of the text.
     """
 
     policy: Policy
@@ -368,6 +410,7 @@ class Replay:
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
     chosen: tuple[str, ...] = ()
+    lacks_text: bool = False
 
     @property
     def missing(self) -> int:

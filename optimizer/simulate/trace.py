@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,12 @@ from spectune.db.errors import NotFoundError
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.record import draft_reader
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.optimizer.traffic import traffic_since
+from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Policy
 from spectune.runtime.policies.rules import compile_shortlist
@@ -189,7 +192,11 @@ def simulate(
     ``limit`` requests, under any policy. Raises as it does, and PolicyError for a router's
     shortlist that was not ranked over the recording."""
     how: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
-    trace, info, skipped, _ = open_trace(store, recording, [policy], **how)
+    trace, info, skipped, ordinals = open_trace(store, recording, [policy], **how)
+    if since is None and not engine_named(info.engine).prefill_emits:
+        texts, panoramas = trace.trajectories, trace.panoramas
+        loader = partial(_load_pair, store, info)
+        trace.reader = draft_reader(store, loader, info.id, texts, panoramas, ordinals)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     check_ranked(store, info, policy)
@@ -197,6 +204,13 @@ def simulate(
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     why = why_approximate(info, replayed.missed, chains=trace.chains, filtered=trace.filtered)
     return Simulated(replayed, skipped, why)
+
+
+def _load_pair(store: TraceStore, info: Recording) -> LoadedPair:
+    """The pair of a recording as it was loaded then. Raises PairError where it is gone."""
+    spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
+    device, dtype = (str(info.options.get(name, "auto")) for name in ("device", "dtype"))
+    return load_pair(spec, device=device, dtype=dtype)
 
 
 def check_ranked(store: TraceStore, info: Recording, policy: Policy) -> None:

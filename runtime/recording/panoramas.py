@@ -1,16 +1,17 @@
 """The panorama pass: every distribution that a draft can read, from every start of a recorded text.
 
-Chains and the covered growths of trees are *run*, all starts at once, by the functions that decode
-with them (:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A
-distribution is a function of its prefix (a head's: of its start and prefix), so starts share nodes:
-what one start reads off the text, the next one finds read."""
+Chains and EAGLE-2's trees are *run*, all starts at once, by the functions that decode with them
+(:class:`runtime.trees.grow.Growing`); what any of them expands is read once. A distribution is a
+function of its prefix (a head's: of its start and prefix), so starts share nodes: what one start
+reads off the text, the next one finds read. What another growth reads beyond that is read when a
+replay lacks it (:func:`extend_panorama`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,26 +19,17 @@ import torch
 from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import (
-    ChainGrowth,
-    ClassifierGrowth,
-    Growth,
-    StaticGrowth,
-    TopKGrowth,
-)
+from spectune.runtime.policies.document import TopKGrowth
 from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
 from spectune.runtime.sampling import log_distribution
 from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, Reads, TreeRule
-from spectune.traces.schema import ACCEPTANCE, OFF_TEXT, PROB_SCALE, Trie
+from spectune.traces.schema import OFF_TEXT, PROB_SCALE, Trie
 from spectune.traces.tables import Panorama, Trajectory
 
 GROUP: Final = 8
 """Starts of a head grown together."""
 ROWS: Final = 256
 """Nodes read in one pass."""
-SHARPNESSES: Final = (1.5, 3.0)
-"""Sharpnesses of the coupled score that every recording of trees covers."""
-
 
 _DTYPES: Final = {
     **dict(zip(Codes._fields, CODE_DTYPES, strict=True)),
@@ -50,48 +42,22 @@ _UNREAD: Final = {"text_slot": OFF_TEXT, "parent": -1, "child": -1}
 """What stands where none was read; 0 in the other columns."""
 
 
-class Cover(NamedTuple):
-    """One growth whose every distribution is to be recorded, to its ``depth``."""
+class RecordedGrowth(NamedTuple):
+    """A growth whose every distribution is recorded, to its ``depth``."""
 
-    name: str
     rule: TreeRule
     depth: int
 
 
-def cover_name(growth: Growth, *, sampled: bool) -> str:
-    """What tells one covered growth from another: everything that decides which distributions it
-    reads."""
-    data: dict[str, Any]
-    if isinstance(growth, StaticGrowth):
-        data = {"kind": "static", "paths": growth.paths or growth.artifact}
-    elif isinstance(growth, ClassifierGrowth):
-        # Its expansion follows the classifier alone; the score only selects.
-        data = growth.model_dump(include={"kind", "width", "cap", "artifact", "beta"})
-    elif isinstance(growth, ChainGrowth) or growth.width == 1:
-        data = {"kind": "top_k", "width": 1}
-    else:
-        coupled = growth.is_coupled(sampled=sampled)
-        score = f"coupled({growth.sharpness:g})" if coupled else "probability"
-        data = {"kind": "top_k", "width": growth.width, "score": score}
-    return json.dumps(data, sort_keys=True, separators=(",", ":"))
-
-
-def base_covers(gamma_max: int, width: int, depth: int, *, sampled: bool) -> list[Cover]:
-    """Chains of ``gamma_max``, and EAGLE-2's growth at every width up to ``width``: ranked by
-    probability where that is the default score, and by the coupled score at each of
-    ``SHARPNESSES``."""
-    scores: list[tuple[Literal["probability", "coupled"], float]] = []
-    if not sampled:
-        scores.append(("probability", SHARPNESSES[0]))
-    scores += [("coupled", sharpness) for sharpness in SHARPNESSES]
-    chains = cover_name(ChainGrowth(), sampled=sampled)
-    covers = [Cover(chains, TreeRule(1, 1), max(gamma_max, depth))]
-    for w in range(2, width + 1):
-        for score, sharpness in scores:
-            growth = TopKGrowth(width=w, score=score, sharpness=sharpness)
-            rule = TreeRule(w, w, score == "coupled", sharpness)
-            covers.append(Cover(cover_name(growth, sampled=sampled), rule, depth))
-    return covers
+def recorded_growths(
+    gamma_max: int, width: int, depth: int, *, sampled: bool
+) -> list[RecordedGrowth]:
+    """Chains of ``gamma_max``, and EAGLE-2's growth at ``width`` with its default score."""
+    growths = [RecordedGrowth(TreeRule(1, 1), max(gamma_max, depth))]
+    if width > 1:
+        sharpness = TopKGrowth().sharpness
+        growths.append(RecordedGrowth(TreeRule(width, width, sampled, sharpness), depth))
+    return growths
 
 
 def record_panorama(
@@ -101,11 +67,9 @@ def record_panorama(
     gamma_max: int,
     width: int = 1,
     depth: int = 1,
-    covers: Sequence[Cover] = (),
 ) -> Panorama:
-    """What one draft would propose along one trajectory, recorded now or long ago ("retrace"):
-    chains of ``gamma_max``; EAGLE-2's trees of every width up to ``width``, ``depth`` levels deep;
-    the growths of ``covers``.
+    """Returns what one draft would propose along one trajectory: chains of ``gamma_max`` tokens,
+    and the distributions of EAGLE-2's trees of ``width`` and ``depth``.
 
     ``draft`` is one of the pair's or ``ngram``, of which there are chains alone. A language model's
     acceptance probabilities cost one pass of the target; they are recorded where the verifier was
@@ -114,7 +78,7 @@ def record_panorama(
         return _ngram_panorama(trajectory, gamma_max)
     text = _Recorder(pair, trajectory, draft, width)
     sampled = not text.sampling.greedy
-    growths = [*base_covers(gamma_max, width, depth, sampled=sampled), *covers]
+    growths = recorded_growths(gamma_max, width, depth, sampled=sampled)
     drawn = text.shared and sampled and trajectory.verifier == "rejection"
     accept = text.read_roots(pair if drawn else None)
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
@@ -123,21 +87,32 @@ def record_panorama(
     budgets = min(trajectory.max_new_tokens - 1, room) - starts
     for at in range(0, len(starts), max(1, group)):
         text.grow(growths, starts[at : at + group], budgets[at : at + group])
-    n, roots, columns = text.n, text.roots, text.columns
-    names = {cover.name for cover in growths} | ({ACCEPTANCE} if drawn else set())
     return Panorama(
         draft=draft,
         gamma_max=max(gamma_max, depth),
         width=width,
         depth=depth,
         shared=text.shared,
-        covers=tuple(sorted(names)),
-        trie=Trie(
-            **{name: columns[name][roots:n].copy() for name in ("parent", "slot")},
-            **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
-            accept=accept,
-        ),
+        trie=text.trie(accept),
     )
+
+
+def extend_panorama(
+    pair: LoadedPair,
+    trajectory: Trajectory,
+    panorama: Panorama,
+    parents: np.ndarray,
+    slots: np.ndarray,
+) -> Panorama:
+    """Returns a panorama with more distributions: after the child in each of ``slots`` int64 [n] of
+    the nodes ``parents`` int64 [n]. Those that it holds, or that lie beyond the draft's context,
+    are left out."""
+    text = _Recorder(pair, trajectory, panorama.draft, panorama.width)
+    text.resume(panorama)
+    depth = text.columns["position"][parents] + 1 + text.prompt
+    fits = depth < pair.context([panorama.draft]).positions
+    text.read(parents[fits], slots[fits])
+    return replace(panorama, trie=text.trie(panorama.trie.accept))
 
 
 def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> Panorama:
@@ -166,7 +141,6 @@ def _ngram_panorama(trajectory: Trajectory, gamma_max: int) -> Panorama:
         width=1,
         depth=1,
         shared=True,
-        covers=(cover_name(ChainGrowth(), sampled=False),),
         trie=Trie(
             parent=np.array(parent, np.int32),
             slot=np.zeros(m, np.uint8),
@@ -189,7 +163,9 @@ class _Recorder(RecordedText):
     def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int) -> None:
         super().__init__(pair, trajectory, draft)
         self.width = width
-        self.roots = self.n = self._first = len(self.output) + 1
+        self.roots = self.n = len(self.output) + 1
+        self._cached: dict[int, int] = {}
+        """The place of each node off the text among those that the passes have read."""
         self.columns: dict[str, np.ndarray] = {
             name: np.full(
                 (16 * self.roots, width)[: 1 + (name in _OF_CHILDREN)], _UNREAD.get(name, 0), dtype
@@ -226,41 +202,72 @@ class _Recorder(RecordedText):
         log = log_distribution(logits[: len(ids)], self.sampling)
         return log.gather(-1, ids[:, None])[:, 0].cpu()
 
-    def grow(self, covers: Sequence[Cover], starts: np.ndarray, budgets: np.ndarray) -> None:
-        """Runs every cover over some starts, reading what none has read; ``budgets``: tokens that a
-        round may draft from each."""
-        self._first = self.n
-        # Chains go deeper than trees. They come first, while what a pass sees is short.
-        for some in (covers[:1], covers[1:]):
-            if some:
-                self._grow(some, starts, budgets)
+    def resume(self, panorama: Panorama) -> None:
+        """Takes a panorama's distributions as read, and puts the passes where roots are read."""
+        for _ in self.passes.roots():
+            pass
+        trie, roots = panorama.trie, self.roots
+        self.n = len(trie.count)
+        self._reserve(self.n)
+        columns = self.columns
+        for name in (*Codes._fields, "text_slot"):
+            columns[name][: self.n] = getattr(trie, name)
+        columns["parent"][roots : self.n], columns["slot"][roots : self.n] = trie.parent, trie.slot
+        columns["child"][: self.n] = panorama.children
+        position = columns["position"]
+        position[:roots] = np.arange(roots)
+        for node, parent in enumerate(trie.parent.tolist(), start=roots):
+            position[node] = position[parent] + 1
 
-    def _grow(self, covers: Sequence[Cover], starts: np.ndarray, budgets: np.ndarray) -> None:
-        """Runs covers level by level."""
-        growing = [Growing(cover.rule, cover.depth, len(starts)) for cover in covers]
-        fronts = [starts[:, None]] * len(covers)
-        for level in range(1, 1 + max(cover.depth for cover in covers)):
-            keys: dict[int, np.ndarray] = {}
-            for i, (cover, grown) in enumerate(zip(covers, growing, strict=True)):
-                if level > cover.depth or (cover.rule.static and level > len(cover.rule.static)):
-                    continue
-                grown.add_from(Codes(*(self.columns[x] for x in Codes._fields)), fronts[i])
-                trees = grown.trees
-                place, above, rank = (
-                    x[:, level, : trees.frontier[0, level]]
-                    for x in (trees.place, trees.above, trees.rank)
-                )
-                # The distributions of this frontier are read only if another level follows within
-                # the cover and the token budget.
-                live = (place != NONE) & (budgets > level)[:, None] & (level < cover.depth)
-                parent = np.take_along_axis(fronts[i], above, 1)
-                keys[i] = np.where(live, parent * self.width + rank, -1)
-            if keys:
-                node_keys = np.unique(np.concatenate([k.ravel() for k in keys.values()]))
-                self._read(*np.divmod(node_keys[node_keys >= 0], self.width))
-            for i, key in keys.items():
-                child = self.columns["child"][np.divmod(key, self.width)]
-                fronts[i] = np.where(key >= 0, child, -1).astype(np.int64)
+    def read(self, parents: np.ndarray, slots: np.ndarray) -> None:
+        """Reads the nodes below ``parents`` in ``slots`` after the drafted ones that they need."""
+        above = {node for parent in set(parents.tolist()) for node in self._path(parent)[0]}
+        by_depth: dict[int, list[int]] = {}
+        for node in sorted(above):
+            by_depth.setdefault(len(self._path(node)[0]), []).append(node)
+        for _, nodes in sorted(by_depth.items()):
+            for at in range(0, len(nodes), ROWS):
+                self._forward(np.array(nodes[at : at + ROWS]))
+        self._read(*np.unique(np.stack([parents, slots]), axis=1))
+
+    def trie(self, accept: np.ndarray) -> Trie:
+        """What was read so far."""
+        n, columns = self.n, self.columns
+        return Trie(
+            **{name: columns[name][self.roots : n].copy() for name in ("parent", "slot")},
+            **{name: columns[name][:n].copy() for name in (*Codes._fields, "text_slot")},
+            accept=accept,
+        )
+
+    def grow(
+        self, growths: Sequence[RecordedGrowth], starts: np.ndarray, budgets: np.ndarray
+    ) -> None:
+        """Runs every growth over some starts, reading what none has read; ``budgets``: tokens that
+        a round may draft from each."""
+        self._cached = {}
+        # Chains go deeper than trees. They come first, while what a pass sees is short.
+        for growth in growths:
+            self._grow(growth, starts, budgets)
+
+    def _grow(self, growth: RecordedGrowth, starts: np.ndarray, budgets: np.ndarray) -> None:
+        """Runs a growth level by level."""
+        growing, front = Growing(growth.rule, growth.depth, len(starts)), starts[:, None]
+        for level in range(1, 1 + growth.depth):
+            growing.add_from(Codes(*(self.columns[x] for x in Codes._fields)), front)
+            trees = growing.trees
+            place, above, rank = (
+                x[:, level, : trees.frontier[0, level]]
+                for x in (trees.place, trees.above, trees.rank)
+            )
+            # The distributions of this frontier are read only if another level follows within the
+            # growth and the token budget.
+            live = (place != NONE) & (budgets > level)[:, None] & (level < growth.depth)
+            parent = np.take_along_axis(front, above, 1)
+            key = np.where(live, parent * self.width + rank, -1)
+            keys = np.unique(key)
+            self._read(*np.divmod(keys[keys >= 0], self.width))
+            child = self.columns["child"][np.divmod(key, self.width)]
+            front = np.where(key >= 0, child, -1).astype(np.int64)
 
     def _read(self, parents: np.ndarray, slots: np.ndarray) -> None:
         """Reads the nodes below ``parents`` in ``slots`` that have not been read."""
@@ -269,27 +276,38 @@ class _Recorder(RecordedText):
         for at in range(0, len(parents), ROWS):
             self._read_batch(parents[at : at + ROWS], slots[at : at + ROWS])
 
-    def _read_batch(self, parents: np.ndarray, slots: np.ndarray) -> None:
-        numbers = np.arange(self.n, self.n + len(parents))
-        self.n += len(parents)
-        while self.n > len(self.columns["count"]):
+    def _reserve(self, nodes: int) -> None:
+        """Makes room for so many nodes."""
+        while nodes > len(self.columns["count"]):
             self.columns = {
                 name: np.concatenate([x, np.full_like(x, _UNREAD.get(name, 0))])
                 for name, x in self.columns.items()
             }
+
+    def _read_batch(self, parents: np.ndarray, slots: np.ndarray) -> None:
+        numbers = np.arange(self.n, self.n + len(parents))
+        self.n += len(parents)
+        self._reserve(self.n)
         c = self.columns
         c["parent"][numbers], c["slot"][numbers] = parents, slots
         c["position"][numbers] = c["position"][parents] + 1
         c["child"][parents, slots] = numbers
         on_text = (c["text_slot"][parents] == slots) & (c["text_slot"][parents] != OFF_TEXT)
+        self._store(numbers, self._forward(numbers), on_text)
+
+    def _forward(self, numbers: np.ndarray) -> torch.Tensor:
+        """Logits after nodes whose drafted ancestors were passed through before."""
+        c = self.columns
+        parents, slots = c["parent"][numbers], c["slot"][numbers]
+        places = range(len(self._cached), len(self._cached) + len(numbers))
+        self._cached.update(zip(numbers.tolist(), places, strict=True))
         paths, starts = zip(*(self._path(number) for number in numbers.tolist()), strict=True)
         ids, positions = (
             torch.from_numpy(x.astype(np.int64)).to(self.passes.device)
             for x in (c["tokens"][parents, slots], c["position"][numbers] + self.prompt - 1)
         )
-        above = [[node - self._first for node in path[:-1]] for path in paths]
-        nodes = Nodes(ids, positions, (numbers - self._first).tolist(), above, list(starts))
-        self._store(numbers, self.passes.nodes(nodes), on_text)
+        above = [[self._cached[node] for node in path[:-1]] for path in paths]
+        return self.passes.nodes(Nodes(ids, positions, list(places), above, list(starts)))
 
     def _path(self, node: int) -> tuple[list[int], int]:
         """The drafted nodes down to a node, itself included, and the start they hang from."""

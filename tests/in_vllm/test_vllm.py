@@ -25,7 +25,7 @@ from spectune.engines.vllm.command import initial_config
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
 from spectune.engines.vllm.scheduler import Scheduler, _Served
-from spectune.optimizer.record import Look, look_around
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -140,7 +140,7 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
                 rounds += check_rounds(request, known[ids], gammas)
         if n == 1:  # before the same texts are recorded once more
             latest = running.store.resolve_recording("latest")
-            look_around(running.store, pair, latest, Look((draft,), MOST))
+            record_panoramas(running.store, pair, latest, PanoramaSpec((draft,), MOST))
             assert sum(replayed_alike(running.store, draft, g) for g in (1, 4)) > 300
     print(f"{draft}: {rounds} rounds")
     assert rounds > 900

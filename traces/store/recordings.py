@@ -214,13 +214,7 @@ class Recordings(Storage):
         return len(rows)
 
     def missing_panoramas(
-        self,
-        recording: str,
-        draft: str,
-        gamma_max: int,
-        width: int = 1,
-        depth: int = 1,
-        covers: Collection[str] = (),
+        self, recording: str, draft: str, gamma_max: int, width: int = 1, depth: int = 1
     ) -> tuple[int, ...]:
         """Ordinals whose trajectory has no panorama of this draft that holds at least as much, in
         order."""
@@ -228,21 +222,10 @@ class Recordings(Storage):
         with self.database.read() as session:
             have = {
                 ordinal
-                for ordinal, names, *extent in session.execute(_extents(recording, draft))
-                if set(covers) <= set(names) and all(map(ge, extent, (gamma_max, width, depth)))
+                for ordinal, *extent in session.execute(_extents(recording, draft))
+                if all(map(ge, extent, (gamma_max, width, depth)))
             }
         return tuple(sorted(every - have))
-
-    def most_held(self, recording: str, draft: str) -> tuple[int, int, int, tuple[str, ...]]:
-        """(gamma_max, width, depth, covers): the most that any stored panorama of this draft holds;
-        (0, 0, 0, ()) where there is none."""
-        with self.database.read() as session:
-            rows = session.execute(_extents(recording, draft)).all()
-        if not rows:
-            return 0, 0, 0, ()
-        _, covers, gammas, widths, depths = zip(*rows, strict=True)
-        names = tuple(sorted({name for of in covers for name in of}))
-        return max(gammas), max(widths), max(depths), names
 
     def load(
         self,
@@ -359,19 +342,15 @@ def _locked(session: Session, recording: str) -> Recording:
 
 
 def _holds_more(held: Sequence[Any] | None, p: Panorama) -> bool:
-    """Whether a stored panorama of these covers, gamma_max, width and depth holds all of another,
-    and more."""
-    if held is None:
-        return False
-    (covers, *extent), made = held, [p.gamma_max, p.width, p.depth]
-    holds_all = set(covers) >= set(p.covers) and all(map(ge, extent, made))
-    return holds_all and (set(covers), extent) != (set(p.covers), made)
+    """Whether a stored panorama of this gamma_max, width and depth is larger than another."""
+    size = [p.gamma_max, p.width, p.depth]
+    return held is not None and held != size and all(map(ge, held, size))
 
 
 def _extents(recording: str, draft: str) -> Any:
-    """Selects what the panoramas of a draft hold: ordinal, covers, gamma_max, width, depth."""
+    """Selects what the panoramas of a draft hold: ordinal, gamma_max, width, depth."""
     p = Panorama
-    columns = (p.ordinal, p.covers, p.gamma_max, p.width, p.depth)
+    columns = (p.ordinal, p.gamma_max, p.width, p.depth)
     return select(*columns).where(p.recording_id == recording, p.draft == draft)
 
 
@@ -410,7 +389,7 @@ def _sums(steps: Sequence[Step]) -> dict[str, Any]:
 def _summary(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
     """A panorama's columns, with its summaries; ``verifier`` is its text's."""
     sums, n = survival(panorama, verifier), panorama.positions
-    names = ("draft", "gamma_max", "width", "depth", "shared", "covers", "trie")
+    names = ("draft", "gamma_max", "width", "depth", "shared", "trie")
     return {
         **{name: getattr(panorama, name) for name in names},
         "n": n,
