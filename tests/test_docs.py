@@ -29,8 +29,8 @@ from spectune.db.base import Base
 from spectune.optimizer.inputs import named_policy
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
-    _KINDS,
     AUTOREGRESSIVE,
+    KINDS,
     ByPrompt,
     PromptPolicy,
     Select,
@@ -80,7 +80,7 @@ def test_every_kind_of_the_contract_is_shown() -> None:
     shown = [candidate for policy in every for candidate in policy.candidates]
     assert {p.window.kind for p in shown} >= {"fixed", "analytic", "fsm", "cache_fsm", "q_learning"}
     assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
-    assert {p.growth.kind for p in shown} == set(_KINDS["growth"])
+    assert {p.growth.kind for p in shown} == set(KINDS["growth"])
     assert any(p.stratify for p in shown)
     assert {"small", "head", "ngram", "none"} == {p.draft for p in shown}
     assert any(isinstance(p, PromptPolicy) for p in every)
@@ -147,14 +147,14 @@ def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
     }
 
 
-KINDS = {
-    f"{group}: `{kind}`": block for group, kinds in _KINDS.items() for kind, block in kinds.items()
+BLOCKS = {
+    f"{group}: `{kind}`": block for group, kinds in KINDS.items() for kind, block in kinds.items()
 }
 PLAIN = {"select": Select, "stratify": Stratify, "by_prompt": ByPrompt}
 """Blocks of one kind."""
 
 
-@pytest.mark.parametrize(("title", "block"), [*KINDS.items(), *PLAIN.items()])
+@pytest.mark.parametrize(("title", "block"), [*BLOCKS.items(), *PLAIN.items()])
 def test_a_block_is_documented_with_its_defaults_and_ranges(
     title: str, block: type[BaseModel]
 ) -> None:
@@ -164,7 +164,9 @@ def test_a_block_is_documented_with_its_defaults_and_ranges(
 
 
 def test_no_block_is_documented_that_there_is_not() -> None:
-    assert sorted(re.findall(r"^### (\w+: `\w+`)$", PAGES[POLICIES], re.MULTILINE)) == sorted(KINDS)
+    assert sorted(re.findall(r"^### (\w+: `\w+`)$", PAGES[POLICIES], re.MULTILINE)) == sorted(
+        BLOCKS
+    )
 
 
 def test_the_document_itself_is_documented() -> None:
@@ -178,8 +180,8 @@ def test_the_document_itself_is_documented() -> None:
 def test_the_table_of_what_windows_need_is_true() -> None:
     page = PAGES[POLICIES].split("### window")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \|$", page, re.MULTILINE)
-    listed = {kind: of for kind, *of in rows if kind in _KINDS["window"]}
-    assert set(listed) == set(_KINDS["window"])
+    listed = {kind: of for kind, *of in rows if kind in KINDS["window"]}
+    assert set(listed) == set(KINDS["window"])
     for kind, (carried, needs) in listed.items():
         required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
         policy = parse_policy({"draft": "small", "window": {"kind": kind, **required}})

@@ -48,7 +48,7 @@ def window(**fields: Any) -> dict[str, Any]:
         (window(kind="fixed", gama=4), "window: unknown key 'gama'; did you mean 'gamma'"),
         (window(kind="fixed", gamma=-1), "window.gamma"),
         (window(kind="fixed", gamma=65), "less than or equal to 64 (given: 65)"),
-        (window(kind="fixd"), "window.kind must be one of: fixed, analytic"),
+        (window(kind="fixd"), "window.kind must be one of: fixed, fsm"),
         (window(kind="fsm", gamma_max=0), "window.gamma_max"),
         (window(kind="fsm", gamma_max=2, gamma_min=3), "gamma_min 3 exceeds gamma_max 2"),
         ({"draft": "a", "window": 3}, "window"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,8 @@ EXPANDED_LIMIT = 512
 """Most nodes that a tree may have read by the draft, beside the root: each holds a place in the
 draft's cache during a round."""
 
+WITHOUT_DISTRIBUTIONS = ("none", "ngram")
+"""What proposes without a model: no probabilities to stop by, one continuation, no output head."""
 BATCH_LIMIT = 65536
 """Largest batch size that a window may name."""
 
@@ -34,12 +37,36 @@ Artifact = Name
 Budget = Annotated[int, Field(ge=1)]
 
 
+@dataclass(frozen=True)
+class Search:
+    """How a tuning searches a parameter: a number from ``low`` to ``high`` (``log``: evenly in its
+    logarithm), or one of ``choices``. ``name``: the parameter's name in a study, by default the
+    field's. ``only``: (field, value) of the block without which the parameter does nothing."""
+
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+    name: str = ""
+    only: tuple[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A parameter whose values are fitted (an artifact, a tree): a tuning tries the block where
+    there are some."""
+
+
 class Block(BaseModel):
     """A part of a document: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     shown: ClassVar[tuple[str, ...]] = ()
     """What a label shows of a block even where it is the default."""
+    reads_draft: ClassVar[bool] = False
+    """Whether the block acts on a draft's distributions: without any it is inert."""
+    scales_growth: ClassVar[bool] = False
+    """Whether the block acts on trees that grow with their probabilities: without, it is inert."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,6 +78,17 @@ class Block(BaseModel):
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(fields)}"
             raise ValueError(f"unknown key {unknown!r}; {hint}")
         return data
+
+    @classmethod
+    def inert(cls, draft: str, growth: type[Block]) -> bool:
+        """Whether the block does nothing with a draft and a growth."""
+        without = cls.reads_draft and draft in WITHOUT_DISTRIBUTIONS
+        return without or (cls.scales_growth and not issubclass(growth, TreeGrowth))
+
+    @classmethod
+    def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values nearest to searched ones that the block allows together."""
+        return values
 
     def label(self) -> str:
         """``kind(key=value, ...)`` for tables, of what is always shown and what is no default."""
@@ -65,7 +103,7 @@ class FixedWindow(Block):
 
     shown = ("gamma",)
     kind: Literal["fixed"] = "fixed"
-    gamma: Gamma = 4
+    gamma: Annotated[Gamma, Search(1, 16)] = 4
 
     @property
     def gamma_max(self) -> int:
@@ -108,7 +146,7 @@ class AdaptiveWindow(Block):
     """What windows share that change from round to round."""
 
     shown = ("gamma_max",)
-    gamma_max: GammaMax = 8
+    gamma_max: Annotated[GammaMax, Search(1, 16, name="gamma")] = 8
     gamma_initial: Gamma | None = Field(
         default=None,
         description="first window of a request; default: half of gamma_max, rounded up",
@@ -125,6 +163,12 @@ class AdaptiveWindow(Block):
                 f"{self.gamma_max}"
             )
         return self
+
+    @classmethod
+    def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "gamma_min" in values:
+            return {**values, "gamma_min": min(values["gamma_min"], values["gamma_max"])}
+        return values
 
     @property
     def first(self) -> int:
@@ -146,9 +190,14 @@ class TreeGrowth(Block):
     """
 
     shown: ClassVar[tuple[str, ...]] = ("width",)
-    width: Width = 8
-    score: Literal["auto", "probability", "coupled"] = "auto"
-    sharpness: Annotated[float, Field(gt=0.0, le=16.0)] = 1.5
+    reads_draft = True
+    width: Annotated[Width, Search(1, 16)] = 8
+    score: Annotated[
+        Literal["auto", "probability", "coupled"], Search(choices=("auto", "coupled"))
+    ] = "auto"
+    sharpness: Annotated[
+        float, Field(gt=0.0, le=16.0), Search(0.75, 6.0, log=True, only=("score", "coupled"))
+    ] = 1.5
 
     def is_coupled(self, *, sampled: bool) -> bool:
         """Whether nodes are ranked by the coupled score; ``sampled``: the temperature is above

@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import WIDTH_LIMIT, Artifact, TreeGrowth, Width
+from spectune.runtime.policies.blocks import (
+    WIDTH_LIMIT,
+    Artifact,
+    Fitted,
+    Search,
+    TreeGrowth,
+    Width,
+)
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_SCALE
 
@@ -46,10 +53,14 @@ class ClassifierGrowth(TreeGrowth):
 
     shown = ("width", "beta")
     kind: Literal["classifier"] = "classifier"
-    width: Width = 15
+    width: Annotated[Width, Search(1, 16)] = 15
     cap: Width | None = 15
-    beta: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    artifact: Artifact
+    beta: Annotated[float, Field(ge=0.0, lt=1.0), Search(0.2, 0.9)] = 0.5
+    artifact: Annotated[Artifact, Fitted()]
+
+    @classmethod
+    def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "cap": values["width"]}
 
     @property
     def frontier(self) -> int:

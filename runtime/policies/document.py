@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Final, Union, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
@@ -58,15 +58,16 @@ MALFORMED: Final = (
 )  # fmt: skip
 """What reading a value raises that has not the form it should have."""
 
+# The kinds of a block, simplest first: where speeds tie, the simpler policy wins.
 Window = Annotated[
     Union[
-        FixedWindow, AnalyticWindow, FsmWindow, CacheFsmWindow, QLearningWindow, HeuristicWindow,
+        FixedWindow, FsmWindow, HeuristicWindow, CacheFsmWindow, AnalyticWindow, QLearningWindow,
         ByBatchWindow,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
 Growth = Annotated[
-    Union[ChainGrowth, TopKGrowth, ClassifierGrowth, StaticGrowth], Field(discriminator="kind")
+    Union[ChainGrowth, StaticGrowth, TopKGrowth, ClassifierGrowth], Field(discriminator="kind")
 ]
 Shortlist = Annotated[
     Union[FullShortlist, FrequencyShortlist, PositionFrequencyShortlist, ClustersShortlist],
@@ -115,17 +116,17 @@ class Policy(Block):
         draft, growth, top_n, stratify = self.draft, self.growth, self.select.top_n, self.stratify
         if draft == "none" and self.window != FixedWindow(gamma=0):
             yield 'a window needs a draft: add "draft" with one of the pair\'s names, or "ngram"'
-        if draft == "ngram" and self.is_tree:
+        if draft == "ngram" and growth.inert(draft, type(growth)):
             yield (
                 'draft "ngram" proposes one continuation and cannot grow a tree; use growth '
                 '"chain" or another draft'
             )
-        if draft == "ngram" and self.stop.kind != "none":
+        if draft == "ngram" and self.stop.inert(draft, type(growth)):
             yield (
                 f'stop "{self.stop.kind}" reads a draft\'s probabilities, and draft "ngram" has '
                 "none; leave the stop out, or use another draft"
             )
-        if self.shortlisted and draft in ("none", "ngram"):
+        if self.shortlist.inert(draft, type(growth)):
             yield (
                 f'shortlist "{self.shortlist.kind}" restricts a draft\'s output head, and draft '
                 f'"{draft}" has none; use another draft, or shortlist {{"kind": "full"}}'
@@ -297,10 +298,10 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     loc = [str(part) for part in first["loc"]]
     # pydantic names the kind beside the key
-    path = [p for above, p in pairwise(["", *loc]) if p not in _KINDS.get(above, ())]
+    path = [p for above, p in pairwise(["", *loc]) if p not in KINDS.get(above, ())]
     place, value = ".".join(path), first["input"]
     if first["type"].startswith("union_tag"):
-        return f"{place}.kind must be one of: {', '.join(_KINDS[path[-1]])}"
+        return f"{place}.kind must be one of: {', '.join(KINDS[path[-1]])}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "string_pattern_mismatch":
         message = "only characters that can be printed are possible"
@@ -324,12 +325,12 @@ def differences(left: Policy, right: Policy) -> list[dict[str, Any]]:
     return [{"key": k, "left": a.get(k), "right": b.get(k)} for k in keys]
 
 
-def _kinds(union: Any) -> dict[str, type[BaseModel]]:
+def _kinds(union: Any) -> dict[str, type[Block]]:
     """The blocks of a discriminated union, by kind."""
     return {get_args(b.model_fields["kind"].annotation)[0]: b for b in get_args(get_args(union)[0])}
 
 
-_KINDS: dict[str, dict[str, type[BaseModel]]] = {
+KINDS: dict[str, dict[str, type[Block]]] = {
     "window": _kinds(Window),
     "stop": _kinds(Stop),
     "growth": _kinds(Growth),

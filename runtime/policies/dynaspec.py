@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from spectune.runtime.policies.blocks import Artifact, Block, Budget
+from spectune.runtime.policies.blocks import Artifact, Budget, Fitted, Search
+from spectune.runtime.policies.fr_spec import Shortlist
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -21,17 +22,22 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 ROUTER_WEIGHTS: Final = ("w1", "b1", "w2", "b2")
 
 
-class ClustersShortlist(Block):
+class ClustersShortlist(Shortlist):
     """DynaSpec, section 4.2: a router selects token clusters by context, ``k0`` of them at draft
     step 0, ``k1`` at step 1, floor((k1 + t) / (2 t)) at step t, never fewer than ``k_min``
     (equation 3). ``artifact``: router and clusters (``fit router``)."""
 
     shown = ("k0", "k1", "k_min")
     kind: Literal["clusters"] = "clusters"
-    k0: Budget = 12
-    k1: Budget = 8
-    k_min: Budget = 2
-    artifact: Artifact
+    k0: Annotated[Budget, Search(1, 128, log=True)] = 12
+    k1: Annotated[Budget, Search(1, 128, log=True)] = 8
+    k_min: Annotated[Budget, Search(1, 128, log=True)] = 2
+    artifact: Annotated[Artifact, Fitted()]
+
+    @classmethod
+    def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        k1 = min(values["k1"], values["k0"])
+        return {**values, "k1": k1, "k_min": min(values["k_min"], k1)}
 
     @model_validator(mode="after")
     def _decays(self) -> Self:

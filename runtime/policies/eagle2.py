@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import NODE_LIMIT, Block, TreeGrowth
+from spectune.runtime.policies.blocks import NODE_LIMIT, Block, Search, TreeGrowth
 from spectune.runtime.policies.jit import compiled
 
 DEFAULT_TOP_N = 60
@@ -31,7 +31,10 @@ class Select(Block):
     """Of the nodes grown, the ``top_n`` with the highest estimated acceptance are verified
     (EAGLE-2's rerank); the root is not counted. None: all."""
 
-    top_n: Annotated[int, Field(ge=1, le=NODE_LIMIT)] | None = None
+    scales_growth = True
+    top_n: Annotated[Annotated[int, Field(ge=1, le=NODE_LIMIT)] | None, Search(2, 64, log=True)] = (
+        None
+    )
 
 
 INFINITE: Final = 1 << 23

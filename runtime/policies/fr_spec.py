@@ -7,39 +7,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.runtime.policies.blocks import Artifact, Block, Budget
+from spectune.runtime.policies.blocks import Artifact, Block, Budget, Fitted, Search
 
 IntArray = npt.NDArray[np.int64]
 
 
-class FrequencyShortlist(Block):
+class Shortlist(Block):
+    """A part of the draft's output head."""
+
+    reads_draft = True
+
+
+class FrequencyShortlist(Shortlist):
     """FR-Spec: the draft evaluates the ``size`` most frequent tokens. ``artifact``: the frequency
     order (``fit frequencies``)."""
 
     shown = ("size",)
     kind: Literal["frequency"] = "frequency"
-    size: Budget = 1024
-    artifact: Artifact
+    size: Annotated[Budget, Search(64, 16384, log=True)] = 1024
+    artifact: Annotated[Artifact, Fitted()]
 
     def budget(self, step: int) -> int:
         """Tokens of draft step ``step``."""
         return self.size
 
 
-class PositionFrequencyShortlist(Block):
+class PositionFrequencyShortlist(Shortlist):
     """PA-FR (DynaSpec, appendix A.3): the most frequent tokens, ``k_max`` of them at draft steps 0
     and 1, floor(k_max / (t + 1)) at step t. ``artifact``: the frequency order (``fit
     frequencies``)."""
 
     shown = ("k_max",)
     kind: Literal["position_frequency"] = "position_frequency"
-    k_max: Budget = 2048
-    artifact: Artifact
+    k_max: Annotated[Budget, Search(64, 16384, log=True, name="size")] = 2048
+    artifact: Annotated[Artifact, Fitted()]
 
     def budget(self, step: int) -> int:
         """Tokens of draft step ``step``."""

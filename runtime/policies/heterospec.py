@@ -12,8 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import Artifact, Block
+from spectune.runtime.policies.blocks import Artifact, Block, Fitted, Search
 from spectune.runtime.policies.jit import compiled
+
+FRACTIONS = (
+    (0.3, 0.6, 1.0), (0.5, 0.8, 1.0), (0.7, 0.9, 1.0), (1.0, 1.0, 1.0), (0.3, 0.6), (0.5, 0.8),
+    (0.3,), (0.6,),
+)  # fmt: skip
+"""Fractions that are tried, the paper's first."""
 
 
 class Stratify(Block):
@@ -21,11 +27,14 @@ class Stratify(Block):
     tree grows ``alpha - i`` levels deeper and keeps ``fractions[i]`` of top_n nodes plus ``alpha -
     i``."""
 
-    artifact: Artifact
-    alpha: Annotated[int, Field(ge=0, le=32)] = 3
+    scales_growth = True
+    artifact: Annotated[Artifact, Fitted()]
+    alpha: Annotated[int, Field(ge=0, le=32), Search(1, 4)] = 3
     fractions: Annotated[
-        tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...], Field(min_length=1, max_length=8)
-    ] = (0.3, 0.6, 1.0)
+        tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...],
+        Field(min_length=1, max_length=8),
+        Search(choices=FRACTIONS),
+    ] = FRACTIONS[0]
 
 
 @compiled()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from spectune.runtime.policies.blocks import AdaptiveWindow, GammaMax
+from spectune.runtime.policies.blocks import AdaptiveWindow, GammaMax, Search
 from spectune.runtime.policies.jit import compiled
 
 
@@ -14,8 +14,8 @@ class HeuristicWindow(AdaptiveWindow):
     carried from request to request unless ``transient``."""
 
     kind: Literal["heuristic"] = "heuristic"
-    gamma_max: GammaMax = 20
-    transient: bool = False
+    gamma_max: Annotated[GammaMax, Search(1, 16, name="gamma")] = 20
+    transient: Annotated[bool, Search(choices=(False, True))] = False
 
 
 @compiled(inline=True)

@@ -17,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from spectune.runtime.policies.blocks import AdaptiveWindow, Artifact, Gamma, Probability
+from spectune.runtime.policies.blocks import (
+    AdaptiveWindow,
+    Artifact,
+    Gamma,
+    Probability,
+    Search,
+)
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.splitmix import hash_uniform
 
@@ -38,10 +44,10 @@ class AnalyticWindow(AdaptiveWindow):
     history of windows 0 ``gamma_initial`` is tried anew."""
 
     kind: Literal["analytic"] = "analytic"
-    history: Annotated[int, Field(ge=1, le=256)] = 6
-    acc_max: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.98
-    gamma_min: Gamma = 0
-    estimator: Literal["ratio", "exact"] = "ratio"
+    history: Annotated[int, Field(ge=1, le=256), Search(2, 64, log=True)] = 6
+    acc_max: Annotated[float, Field(gt=0.0, lt=1.0), Search(0.8, 0.995)] = 0.98
+    gamma_min: Annotated[Gamma, Search(0, 2)] = 0
+    estimator: Annotated[Literal["ratio", "exact"], Search(choices=("ratio", "exact"))] = "ratio"
 
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
@@ -58,7 +64,7 @@ class FsmWindow(AdaptiveWindow):
     accepted, else gamma - 1."""
 
     kind: Literal["fsm"] = "fsm"
-    gamma_min: Gamma = 0
+    gamma_min: Annotated[Gamma, Search(0, 2)] = 0
 
 
 class CacheFsmWindow(AdaptiveWindow):
@@ -67,7 +73,7 @@ class CacheFsmWindow(AdaptiveWindow):
     accepted."""
 
     kind: Literal["cache_fsm"] = "cache_fsm"
-    gamma_min: Gamma = 0
+    gamma_min: Annotated[Gamma, Search(0, 2)] = 0
 
 
 class QLearningWindow(AdaptiveWindow):
@@ -81,11 +87,13 @@ class QLearningWindow(AdaptiveWindow):
 
     kind: Literal["q_learning"] = "q_learning"
     seed: Annotated[int, Field(ge=0)] = 0
-    memory: Literal[1, 2] = 1
-    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    discount: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    epsilon: Probability = 0.1
-    reward: Literal["accepted", "speed"] = "accepted"
+    memory: Annotated[Literal[1, 2], Search(choices=(1, 2))] = 1
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0), Search(0.02, 0.5, log=True)] = 0.1
+    discount: Annotated[float, Field(ge=0.0, lt=1.0), Search(0.0, 0.95)] = 0.9
+    epsilon: Annotated[Probability, Search(0.005, 0.2, log=True)] = 0.1
+    reward: Annotated[Literal["accepted", "speed"], Search(choices=("accepted", "speed"))] = (
+        "accepted"
+    )
     gamma_min: Gamma = 1
     learn: bool = True
     artifact: Artifact | None = None

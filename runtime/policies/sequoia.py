@@ -9,15 +9,25 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spectune.runtime.policies.blocks import GAMMA_LIMIT, NODE_LIMIT, WIDTH_LIMIT, Artifact, Block
+from spectune.runtime.policies.blocks import (
+    GAMMA_LIMIT,
+    NODE_LIMIT,
+    WIDTH_LIMIT,
+    Artifact,
+    Block,
+    Fitted,
+)
 
 
 class StaticGrowth(Block):
     """A fixed tree: ``paths`` of child ranks from the root, best first, each with all its
     beginnings; or the tree of an ``artifact`` (``fit static-tree``)."""
 
+    reads_draft = True
     kind: Literal["static"] = "static"
-    paths: tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...] = ()
+    paths: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=0, lt=WIDTH_LIMIT)], ...], ...], Fitted()
+    ] = ()
     artifact: Artifact | None = None
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union
 
 from pydantic import Field
 
-from spectune.runtime.policies.blocks import Block, Probability
+from spectune.runtime.policies.blocks import Block, Probability, Search
 from spectune.runtime.policies.jit import compiled
 from spectune.traces.schema import NAT_CODE_MAX, NAT_SCALE
 
@@ -33,7 +33,8 @@ class NoStop(Block):
 
 class _Stop(Block):
     shown = ("threshold",)
-    keep_last: bool = Field(
+    reads_draft = True
+    keep_last: Annotated[bool, Search(choices=(True, False))] = Field(
         default=True, description="whether the token that triggers the stop stays in the draft"
     )
 
@@ -43,7 +44,7 @@ class MaxProbStop(_Stop):
     assistant_confidence_threshold)."""
 
     kind: Literal["max_prob"] = "max_prob"
-    threshold: Probability = 0.4
+    threshold: Annotated[Probability, Search(0.02, 0.95, name="max_prob")] = 0.4
 
 
 class JointProbStop(_Stop):
@@ -51,7 +52,7 @@ class JointProbStop(_Stop):
     ``threshold``."""
 
     kind: Literal["joint_prob"] = "joint_prob"
-    threshold: Probability = 0.3
+    threshold: Annotated[Probability, Search(0.005, 0.9, log=True, name="joint_prob")] = 0.3
 
 
 class EntropyStop(_Stop):
@@ -59,7 +60,7 @@ class EntropyStop(_Stop):
     ``threshold``; H is the entropy of the draft's distribution in nats."""
 
     kind: Literal["entropy"] = "entropy"
-    threshold: Probability = 0.4
+    threshold: Annotated[Probability, Search(0.05, 0.9, name="entropy")] = 0.4
     scale: Annotated[float, Field(gt=0.0, le=100.0)] = 0.2
 
 
