@@ -38,7 +38,7 @@ from spectune.optimizer.race import Comparison
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.spaces import ShortlistLimit, TreeLimit, with_shortlist
+from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
 from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -223,8 +223,10 @@ def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
         found += [top_k(draft, 8, 4, 24, stratify={**bins, "fractions": [0.3, 0.6, 1.0]})]
         found += [top_k(draft, 6, 5, 16, stratify={**bins, "fractions": [0.4, 0.8]})]
     if limit is not None and limit.classifier is not None:
-        for how, g in (({"beta": 0.5}, 6), ({"beta": 0.3}, 4), ({"beta": 0.5, "chain": True}, 8)):
-            found.append({"draft": draft, "growth": limit.grower(**how), "window": fixed(g)})
+        for beta, width, g in ((0.5, limit.width, 6), (0.3, limit.width, 4), (0.5, 1, 8)):
+            sizes = {"width": width, "cap": width, "beta": beta}
+            growth = {"kind": "classifier", "artifact": limit.classifier, **sizes}
+            found.append({"draft": draft, "growth": growth, "window": fixed(g)})
     return found
 
 
@@ -233,8 +235,8 @@ def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -
     found = []
     for i, body in enumerate(bodies):
         if blocks := limit.papers((4, 16, 8)[i // 3 % 3]):
-            policy = parse_policy({**body, "draft": draft})
-            found.append(with_shortlist(policy, blocks[i % len(blocks)]))
+            shortlist = blocks[i % len(blocks)]
+            found.append(parse_policy({**body, "draft": draft, "shortlist": shortlist}))
     return found
 
 

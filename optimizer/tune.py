@@ -27,7 +27,7 @@ from spectune.optimizer.deployment import (
     sampling_of,
 )
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.fit.by_prompt import fit_chooser
+from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
@@ -41,7 +41,7 @@ from spectune.optimizer.prove import Raced, confirm_winner, run_race
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
-from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search, worth_trying
+from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
 from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -49,6 +49,7 @@ from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import (
     ShortlistLimit,
+    Space,
     TreeLimit,
     plain_trees,
     transformers_heuristic,
@@ -317,8 +318,12 @@ class Tuning:
         self.study = search(
             self.trace.select(self.parts.search),
             self.profile,
-            [d for d in self.drafts if d in self.chains or d in self.grown],
-            gamma_max=settings.gamma_max,
+            Space(
+                tuple(d for d in self.drafts if d in self.chains or d in self.grown),
+                settings.gamma_max,
+                self.trees,
+                self.shortlists,
+            ),
             trials=trials,
             seed=settings.seed,
             incumbents=[
@@ -326,8 +331,6 @@ class Tuning:
                 *(p for p in earlier if p.draft in (*self.drafts, "none")),
             ],
             artifacts=self.artifacts,
-            trees=self.trees,
-            shortlists=self.shortlists,
             known=known,
             progress=lambda done, total, best: self.progress(
                 f"search, best {best:.0f} tokens/s", done, total
@@ -381,7 +384,7 @@ class Tuning:
         self.artifacts = fitted(store, pair.id)
 
     def search_chains(self) -> None:
-        """What needs no trees."""
+        """The screen of what needs no trees."""
         self.search(0)
 
     def record_trees(self) -> None:
@@ -444,46 +447,52 @@ class Tuning:
                 progress=self.progress,
             )
 
-    def search_trees(self) -> None:
-        """All that is enumerated, without shortlists."""
-        self.search(0, self.study)
+    def search_all(self) -> None:
+        """The joint space."""
+        self.search(self.settings.trials, self.study)
 
     def fit_shortlists(self) -> None:
-        """Frequencies and routers, fitted only where by what was measured and replayed without them
-        a shortlist could win."""
-        here, progress = (self.store, self.pair, self.recording), self.progress
-        worth = {d: v for d, v in worth_trying(self.study.bounds).items() if d in self.grown}
-        routed = [draft for draft, passes in worth.items() if "routed" in passes]
+        """Frequencies and routers of the drafts whose passes are faster over fewer tokens."""
+        faster = {d: _faster_passes(self.profile, d) for d in self.grown}
+        routed = [draft for draft, passes in faster.items() if "routed" in passes]
         self.shortlists = fit_shortlists(
-            *here, list(worth), routed=routed, seed=self.settings.seed, progress=progress
+            self.store,
+            self.pair,
+            self.recording,
+            [draft for draft, passes in faster.items() if passes],
+            routed=routed,
+            seed=self.settings.seed,
+            progress=self.progress,
         )
-        replayed = [p for p in self.incumbent.candidates if p.draft in self.grown]
-        ranks = ranks_for(*here, self.shortlists, replayed, progress=progress)
-        if ranks:
-            self.open(ranks)
+        slow = [draft for draft, passes in faster.items() if not passes]
+        if slow:
+            self.settings.tell(
+                f"Shortlists of {', '.join(slow)}: not tried; passes over fewer tokens are not "
+                "faster."
+            )
+        self.rank()
 
-    def search_all(self) -> None:
-        """The joint space, shortlists included."""
-        self.search(self.settings.trials, self.study)
+    def rank(self) -> None:
+        """Opens the trace with all that shortlists are replayed from."""
+        replayed = [p for p in self.incumbent.candidates if p.draft in self.grown]
+        here = (self.store, self.pair, self.recording, self.shortlists, replayed)
+        self.open(ranks_for(*here, progress=self.progress))
 
     def choose(self) -> None:
         """A choice by prompt between the best policies of the drafts, where that is predicted to
         gain beyond noise. The study is stored with it."""
         store, pair, study, profile = self.store, self.pair, self.study, self.profile.id
-        best: dict[str, Policy] = {}
-        for trial in study.trials:
-            best.setdefault(trial.policy.draft, trial.policy)
         try:
             made = fit_chooser(
                 store,
                 pair,
                 self.trace,
                 self.parts,
-                list(best.values()),
+                study.best_of_drafts()[:MOST],
                 self.profile,
                 {"recording": self.recording, "profile": profile},
-                seed=self.settings.seed,
                 artifacts=self.artifacts,
+                approximate=True,
                 progress=self.progress,
             )
         except (PolicyError, TraceError) as error:
@@ -496,7 +505,6 @@ class Tuning:
             "profile": profile,
             "requests": list(study.requests),
             "trials": len(study.trials),
-            "shortlists": study.on_shortlists(),
             "beyond_the_recording": study.left_out(),
             "by_prompt": why,
         }
@@ -642,7 +650,6 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("search", Tuning.search_chains),
     ("record", Tuning.record_trees),
     ("fit", Tuning.fit),
-    ("search", Tuning.search_trees),
     ("shortlists", Tuning.fit_shortlists),
     ("search", Tuning.search_all),
     ("chooser", Tuning.choose),
@@ -660,3 +667,15 @@ def _weighing_costs(active: Publication | None) -> Sequence[Policy]:
         return [candidate for candidate in policy.candidates if candidate.needs_profile]
     except PolicyError:
         return []
+
+
+def _faster_passes(profile: LatencyProfile, draft: str) -> list[str]:
+    """Which passes of a draft, ``fixed`` over a shortlist or ``routed``, are faster than over its
+    whole output head, at the smallest size that was measured."""
+    faster = []
+    for kind in ("fixed", "routed"):
+        routed = kind == "routed"
+        for size in profile.shortlist_sizes(draft, routed=routed)[:1]:
+            if float(profile.shortlist_seconds(draft, size, routed=routed)) < 0:
+                faster.append(kind)
+    return faster

@@ -11,7 +11,7 @@ from typing import Any
 
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.race import Comparison
-from spectune.optimizer.search import complexity
+from spectune.optimizer.spaces import complexity
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import TIE, Timings, finite
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, PromptPolicy

@@ -43,7 +43,7 @@ LIGHT = (
     *(f"policies export '{FIXED}' --pair demo --for vllm", "generate hi --pair nope.json"),
     *("tune --pair demo --workload nope.jsonl", "run --pair demo --policy nope.json"),
     *("record --pair demo --policy nope", "schedule add x --pair demo --cron @daily"),
-    *("schedule list"),
+    "schedule list",
 )
 QUICK = (
     *(([*path, "--help"], (*MODELS, "numba"), 800) for path, _ in every_command()),

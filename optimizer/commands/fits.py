@@ -13,7 +13,7 @@ import click
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import F, option
 from spectune.optimizer.commands.options import MOMENT, SEED, Whole, together
-from spectune.optimizer.commands.printing import Group, Meter, as_json, emit, note
+from spectune.optimizer.commands.printing import Group, Meter, as_json, emit
 from spectune.optimizer.commands.shared import (
     load,
     open_store,
@@ -156,8 +156,8 @@ def static_tree(**kw: Any) -> None:
 @recording_option("Its requests are fitted to, and replayed under every candidate.")
 @option(
     "--policies",
-    "FILE, inline JSON or ID of a policy to choose from; repeatable. Default: of every draft the "
-    "fastest chain by replay, and none.",
+    "FILE, inline JSON or ID of a policy to choose from; repeatable. Default: the best chains of "
+    "three drafts by replay (no draft is one).",
     multiple=True,
     metavar="POLICY",
 )
@@ -165,13 +165,12 @@ def static_tree(**kw: Any) -> None:
     "--profile",
     "Latency profile that prices the policies; default: the latest of the pair and device.",
 )
-@option("--seed", "Deals requests into the parts of cross-validation.", SEED, default=0)
 def chooser(**kw: Any) -> None:
     """A draft for each prompt: the seconds of every policy predicted from a prompt's length,
     perplexity and TF-IDF.
 
-    Unless choosing gains something beyond noise by cross-validation, the best single policy is
-    named.
+    It is fitted to one half of the requests that a search may see. Unless choosing gains something
+    beyond noise on the other half, the best single policy is named.
 
     \b
     Example:  cli.py fit chooser
@@ -198,11 +197,8 @@ def chooser(**kw: Any) -> None:
             pair,
             tuple(policies.values()),
             profile=kw["profile"],
-            seed=kw["seed"],
             progress=meter,
         )
-    for label, why in made.document["approximate"].items():
-        note(f"approximate: {label}: {why}")
     _shown(made, chooser_table)
 
 

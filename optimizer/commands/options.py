@@ -212,7 +212,7 @@ sampling = together(
 )
 decoding = together(pair, workload, sampling, devices)
 search = together(
-    option("--trials", "Optuna trials beside the enumeration.", Whole(0, 1_000_000), default=400),
+    option("--trials", "Optuna trials, dealt among the drafts.", Whole(0, 1_000_000), default=400),
     option("--gamma-max", "Longest drafts searched.", Whole(2, 64), default=16),
     option(
         "--tree-width",

@@ -1,10 +1,10 @@
 """Fitting a choice of a policy for each prompt (on-the-fly adaptation paper, section 5) to a
 recording, and what it is worth on the rest of it.
 
-Replay says what every candidate takes for every recorded request, so that equation 5's least
+Replay gives the seconds of every candidate for every recorded request, so that equation 5's least
 squares predict what decides: the logarithm of a candidate's seconds over those of the fastest
 single one. A ridge chosen by leave-one-out cross-validation keeps to that one where prompts tell
-nothing.
+nothing. One half of the search part is fitted to, the other tells whether choosing gains anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from sklearn.compose import ColumnTransformer
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import RidgeCV
-from sklearn.model_selection import KFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -28,24 +27,27 @@ from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import check_ranked, open_trace, why_approximate
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.spaces import Space
 from spectune.optimizer.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts
 from spectune.runtime.policies.by_prompt import Chooser, prompt_key
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile, Recording
+from spectune.traces.tables import LatencyProfile
 
 FloatArray = npt.NDArray[np.float64]
 Prompts = npt.NDArray[np.object_]
 """A row for each prompt: log length, log perplexity, token ids."""
 
-FOLDS: Final = 5
-"""Parts of the cross-validation that tells whether choosing gains anything."""
+MOST: Final = 3
+"""Policies that are chosen from, each with another draft, unless the user names some."""
+LEAST_REQUESTS: Final = 10
+"""Requests below which nothing can be told."""
 MAX_TERMS: Final = 4096
 """Most token ids that TF-IDF knows."""
 RIDGES: Final = tuple(float(x) for x in np.logspace(-2, 5, 29))
@@ -58,16 +60,11 @@ def fit_recorded(
     candidates: Sequence[Policy] = (),
     *,
     profile: str | None = None,
-    seed: int = 0,
     progress: Progress = silent,
 ) -> StoredFit:
-    """:func:`fit_chooser` of ``candidates`` (by default no speculation, and of each draft that was
-    recorded its fastest chain) to a recording of this pair; ``profile``: the id of a stored one, by
-    default the latest of the pair and its device. The document's ``approximate`` says of which
-    candidates the rounds compared are not exactly the runtime's, and why.
-
-    Raises PolicyError and TraceError for what the recording or the database lacks, and for trees
-    beyond the recording.
+    """:func:`fit_chooser` of ``candidates`` (by default the best chains of three drafts, of which
+    none is one) to a recording of this pair; ``profile``: the id of a stored one, by default the
+    latest of the pair and its device. Raises PolicyError and TraceError for what is lacking.
     """
     info = recording_of(store, recording, pair.spec)
     if info.engine != "native":
@@ -81,36 +78,11 @@ def fit_recorded(
     opened = open_trace(store, info.id, replayed, skip_corrupted=True)
     trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
     if not candidates:
-        seen, candidates = trace.select(parts.search), [AUTOREGRESSIVE]
-        for n, draft in enumerate(drafts):
-            longest = min(p.gamma_max for p in trace.panoramas[draft])
-            study = search(seen, costs, [draft], gamma_max=longest, trials=0)
-            candidates += [t.policy for t in study.trials if t.policy.draft == draft][:1]
-            progress("replaying drafts", n + 1, len(drafts))
-    approximate = _approximate(store, info, trace, candidates, costs)
-    about = {"recording": info.id, "profile": profile_id, "approximate": approximate}
-    return fit_chooser(
-        store, pair, trace, parts, candidates, costs, about, seed=seed, progress=progress
-    )
-
-
-def _approximate(
-    store: TraceStore,
-    info: Recording,
-    trace: ReplayTrace,
-    candidates: Sequence[Policy],
-    profile: LatencyProfile,
-) -> dict[str, str]:
-    """Why the replay of some candidates is not exact, by label. Raises TraceError for trees beyond
-    the recording, PolicyError for a router's shortlist that was not ranked over it."""
-    find, reasons = fitted(store, info.pair_id), {}
-    for policy in candidates:
-        check_ranked(store, info, policy)
-        missed = run_replay(trace, policy, profile, artifacts=find).missed
-        why = why_approximate(info, missed, chains=trace.chains, filtered=trace.filtered)
-        if why:
-            reasons[policy.label()] = why
-    return reasons
+        longest = min((p.gamma_max for d in drafts for p in trace.panoramas[d]), default=1)
+        space, seen = Space(tuple(drafts), longest), trace.select(parts.search)
+        candidates = search(seen, costs, space, trials=0).best_of_drafts()[:MOST]
+    about = {"recording": info.id, "profile": profile_id}
+    return fit_chooser(store, pair, trace, parts, candidates, costs, about, progress=progress)
 
 
 def fit_chooser(
@@ -122,61 +94,54 @@ def fit_chooser(
     profile: LatencyProfile,
     about: Mapping[str, Any],
     *,
-    seed: int = 0,
     artifacts: Artifacts | None = None,
+    approximate: bool = False,
     progress: Progress = silent,
 ) -> StoredFit:
-    """Fits a choice between policies to the search part of a recording's trace and stores it.
-
-    The target reads every prompt. ``StoredFit.policy`` chooses where :func:`worth` by
-    cross-validation is beyond noise, and is else the fastest single candidate. ``about``: what the
-    document says of where the trace comes from; ``seed`` deals the folds. Raises TraceError where
-    there are too few requests or policies.
-    """
-    if len(parts.search) < 2 * FOLDS or len(candidates) < 2:
+    """Fits a choice between policies to half of a trace's search part, judges it on the other half,
+    and stores it with ``about``. ``StoredFit.policy`` chooses where the gain is beyond noise, else
+    it is the fastest single candidate. Raises TraceError for too few requests or policies, and for
+    trees beyond the recording unless ``approximate``."""
+    if len(parts.search) < LEAST_REQUESTS or len(candidates) < 2:
         raise TraceError(
             f"{len(parts.search)} requests and {len(candidates)} policies are too few to tell "
-            f"whether choosing gains anything; it takes {2 * FOLDS} and 2"
+            f"whether choosing gains anything; it takes {LEAST_REQUESTS} and 2"
         )
     find = artifacts or fitted(store, pair.id)
-    seconds = np.stack(
-        [
-            run_replay(trace, policy, profile, artifacts=find, approximate=True).seconds
-            for policy in candidates
-        ],
-        axis=1,
-    )
+    how: dict[str, Any] = {"artifacts": find, "approximate": approximate}
+    columns = [run_replay(trace, policy, profile, **how).seconds for policy in candidates]
+    seconds = np.stack(columns, axis=1)
     order = seconds[parts.search].sum(0).argsort(kind="stable")
     candidates, seconds = [candidates[k] for k in order], seconds[:, order]
-    labels = [policy.label() for policy in candidates]
-    prompts = _read_prompts(pair, trace, progress)
-    rows, rest = np.array(parts.search), np.array([*parts.race, *parts.confirm], dtype=np.int64)
-    ratios = np.log(seconds[rows] / seconds[rows, :1])
-    folds = KFold(FOLDS, shuffle=True, random_state=seed)
-    guesses = cross_val_predict(_pipeline(), prompts[rows], ratios, cv=folds)
-    gained = worth(seconds[rows], guesses.argmin(1), labels)
-    chooser = _linear(_pipeline().fit(prompts[rows], ratios), prompts)
-    picks = np.array([chooser.choose_recorded(ids) for ids in prompts[rest, 2]], dtype=np.int64)
-    gain, low = 100 * gained["gain"], gained["interval"][0]
+    labels, prompts = [p.label() for p in candidates], _read_prompts(pair, trace, progress)
+    by_category = sorted(parts.search, key=lambda i: trace.trajectories[i].category)
+    fit_to, judge = by_category[::2], by_category[1::2]
+    ratios = np.log(seconds[fit_to] / seconds[fit_to, :1])
+    chooser = _linear(_pipeline().fit(prompts[fit_to], ratios), prompts)
+
+    def worth_on(requests: Sequence[int]) -> dict[str, Any]:
+        picks = [chooser.choose_recorded(ids) for ids in prompts[requests, 2]]
+        return worth(seconds[requests], np.array(picks, dtype=np.int64), labels)
+
+    judged, rest = worth_on(judge), [*parts.race, *parts.confirm]
+    low = judged["interval"][0]
     chooses = low is not None and low > 0
     document = {
         **about,
         "pair": pair.id,
-        "seed": seed,
         "candidates": [policy.id for policy in candidates],
         "policies": [policy.spelled_out() for policy in candidates],
         "perplexities": dict(chooser.perplexities),
-        "cross_validated": gained,
-        "held_out": worth(seconds[rest], picks, labels) if len(rest) else None,
+        "judged": judged,
+        "held_out": worth_on(rest) if rest else None,
         "chooses": chooses,
-        "reason": f"by {FOLDS}-fold cross-validation on {len(rows)} requests, choosing gains "
-        f"{gain:.1f}% over {labels[0]} alone, {'' if chooses else 'not '}beyond noise",
+        "reason": f"on {len(judge)} requests that it was not fitted to, choosing gains "
+        f"{100 * judged['gain']:.1f}% over {labels[0]} alone, {'' if chooses else 'not '}beyond "
+        "noise",
     }
     arrays = {name: getattr(chooser, name) for name in ("terms", "idf", "weights", "intercept")}
-    origin = {"recording": about.get("recording")}
-    artifact = keep(
-        store, DRAFT_CHOOSER, document, arrays, pair_id=pair.id, fitted_to=[seconds], **origin
-    )
+    origin: dict[str, Any] = {"pair_id": pair.id, "recording": about.get("recording")}
+    artifact = keep(store, DRAFT_CHOOSER, document, arrays, fitted_to=[seconds], **origin)
     policy = candidates[0].spelled_out()
     if chooses:
         policy["by_prompt"] = {"artifact": artifact, "others": document["policies"][1:]}

@@ -10,15 +10,15 @@ from typing import Any
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.optimizer.fit.c2t import fit_c2t
 from spectune.optimizer.fit.clusters import default_clusters
-from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, Shared, fit_router
+from spectune.optimizer.fit.dynaspec import EPOCHS, HIDDEN, LABELS, fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import ALPHA, fit_heterospec
 from spectune.optimizer.fit.ranks import recorded_ranks
 from spectune.optimizer.fit.recorded_trees import TreeSource, tree_source
 from spectune.optimizer.fit.sequoia import fit_sequoia
-from spectune.optimizer.fit.shared import LeftOut, search_texts
+from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.simulate.shortlist_ranks import Ranks
-from spectune.optimizer.spaces import Fold, ShortlistLimit, TreeLimit
+from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.document import Policy
@@ -42,8 +42,8 @@ def fit_trees(
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, TreeLimit]:
-    """Fits bins, a classifier and static trees of every draft to the search
-    part of a recording, and says what may be tried.
+    """Fits bins, classifier and static trees of every draft to the search part of a recording, and
+    says what may be tried.
 
     The fits are functions of what was recorded and of ``seed``, so fitting again changes nothing.
     What cannot be fitted (too little text, or ranks that do not depend on entropy) is left out.
@@ -79,11 +79,7 @@ def _fit_draft(source: TreeSource, profile: str | None, seed: int) -> TreeLimit:
         with suppress(TraceError):
             paths = fit_sequoia(source, **size).document["paths"]
             static[tuple(tuple(path) for path in paths)] = None
-    return TreeLimit(extent.width, extent.depth, bins, classifier, width, tuple(static))
-
-
-FOLDS = 3
-"""Parts of the search part: a shortlist fitted to two of them is judged by the third."""
+    return TreeLimit(extent.width, extent.depth, bins, classifier, tuple(static))
 
 
 def fit_shortlists(
@@ -100,43 +96,27 @@ def fit_shortlists(
     (of those named in ``routed``, if given), to the search part of a recording, and says what may
     be tried.
 
-    Tokens counted on a text hold that text better than any to come, so each is fitted again without
-    a third of the texts, three times, and a search judges a shortlist by those
-    (:class:`optimizer.spaces.Fold`). Drafts without an output head, or whose trees were not
-    recorded (shortlists are replayed from those), are left out; a router that cannot be fitted (too
-    little text) is too. Raises TraceError for a recording of another pair or without texts.
+    Drafts without an output head, or whose trees were not recorded (shortlists are replayed from
+    those), are left out; a router that cannot be fitted (too little text) is too. Raises TraceError
+    for a recording of another pair or without texts.
     """
     trees = store.get_recording(recording).with_trees
     usable = [d for d in drafts if d in pair.models and d in trees]
     if not usable:
         return {}
-    texts = [t.request_id for t in search_texts(store, recording, pair.spec)]
-    count = min(FOLDS, len(texts))
-    folds: list[LeftOut] = [(i, count) for i in range(count)] if count > 1 else []
-    parts = (None, *folds)
-    orders = [
-        fit_fr_spec(store, recording, pair, left_out=part, ranked=False, progress=progress).artifact
-        for part in parts
-    ]
-    found: dict[str, ShortlistLimit] = {}
+    texts = len(search_texts(store, recording, pair.spec))
+    order = fit_fr_spec(store, recording, pair, ranked=False, progress=progress).artifact
+    limits: dict[str, ShortlistLimit] = {}
     for n, draft in enumerate(usable):
-        routers: list[str | None] = [None] * len(parts)
+        router = None
         if routed is None or draft in routed:
-            shared = Shared()
             with suppress(TraceError):  # texts too few: the shortlists that need no router remain
-                routers = [
-                    _router(store, pair, recording, draft, len(texts), part, seed, shared, progress)
-                    for part in parts
-                ]
-        apart = (
-            Fold(frozenset(texts[i::of]), *fits)
-            for (i, of), *fits in zip(folds, orders[1:], routers[1:], strict=True)
-        )
+                router = _router(store, pair, recording, draft, texts, seed, progress)
         rows = pair.models[draft].output.rows
-        clusters = default_clusters(rows) if routers[0] else 0
-        found[draft] = ShortlistLimit(rows, orders[0], routers[0], clusters, tuple(apart))
+        clusters = default_clusters(rows) if router else 0
+        limits[draft] = ShortlistLimit(rows, order, router, clusters)
         progress("fit shortlists", n + 1, len(usable))
-    return found
+    return limits
 
 
 def _router(
@@ -145,9 +125,7 @@ def _router(
     recording: str,
     draft: str,
     texts: int,
-    left_out: LeftOut | None,
     seed: int,
-    shared: Shared,
     progress: Progress,
 ) -> str:
     """A router for a draft: the newest one that was fitted with the defaults to the same requests,
@@ -155,8 +133,8 @@ def _router(
     output = pair.models[draft].output
     same = {
         "recording": recording,
-        "requests": sum(left_out is None or i % left_out[1] != left_out[0] for i in range(texts)),
-        "left_out": None if left_out is None else list(left_out),
+        "requests": texts,
+        "left_out": None,
         "draft": draft,
         "head": output.hash,
         "clusters": default_clusters(output.rows),
@@ -169,10 +147,8 @@ def _router(
         with suppress(CorruptedChunkError):
             if same.items() <= store.get_artifact(router.id).document.items():
                 return router.id
-    how: dict[str, Any] = {"left_out": left_out, "shared": shared, "seed": seed}
-    return fit_router(
-        store, recording, pair, draft, ranked=False, progress=progress, **how
-    ).artifact
+    how: dict[str, Any] = {"ranked": False, "seed": seed, "progress": progress}
+    return fit_router(store, recording, pair, draft, **how).artifact
 
 
 def ranks_for(
@@ -196,10 +172,8 @@ def ranks_for(
             found.update({(draft, name): r for name, r in zip(new, ranks, strict=True)})
 
     for draft, limit in limits.items():
-        fits: list[ShortlistLimit | Fold] = [limit, *limit.apart]
-        routers = [fit.router for fit in fits if fit.router is not None]
-        counted = [fit.frequencies for fit in fits if fit.frequencies is not None]
-        rank(draft, [*routers, *(counted if draft in pair.drafts else ())])
+        fits = limit.fits
+        rank(draft, [*fits["clusters"], *(fits["frequency"] if draft in pair.drafts else ())])
     for policy in policies:
         routed = policy.shortlist.kind == "clusters"
         if policy.shortlisted and (routed or policy.draft in pair.drafts):

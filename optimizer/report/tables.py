@@ -211,7 +211,7 @@ def static_tree_table(fitted: Mapping[str, Any]) -> RenderableType:
 def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
     """A choice by prompt as fitted: its policies, and what choosing is worth on the requests held
     out."""
-    scores = fitted["held_out"] or fitted["cross_validated"]
+    scores = fitted["held_out"] or fitted["judged"]
     rows: list[tuple[str | int, ...]] = [
         (label, f"{seconds:.2f}", scores["chosen"][label])
         for label, seconds in scores["seconds"].items()

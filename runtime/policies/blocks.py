@@ -147,7 +147,7 @@ class AdaptiveWindow(Block):
 
     shown = ("gamma_max",)
     gamma_max: Annotated[GammaMax, Search(1, 16, name="gamma")] = 8
-    gamma_initial: Gamma | None = Field(
+    gamma_initial: Annotated[Gamma | None, Search(1, 8)] = Field(
         default=None,
         description="first window of a request; default: half of gamma_max, rounded up",
     )
@@ -166,9 +166,10 @@ class AdaptiveWindow(Block):
 
     @classmethod
     def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "gamma_min" in values:
-            return {**values, "gamma_min": min(values["gamma_min"], values["gamma_max"])}
-        return values
+        most, least = values["gamma_max"], values.get("gamma_min", 0)
+        limits = {"gamma_min": min(least, most)} if "gamma_min" in values else {}
+        first = min(max(values["gamma_initial"], least), most)
+        return {**values, **limits, "gamma_initial": first}
 
     @property
     def first(self) -> int:
