@@ -52,14 +52,14 @@ from lab import (
 
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping, Wanted, numbered
 from spectune.engines.start import start
+from spectune.optimizer.bench.engine import EngineBench, engine_bench, served_of
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.executed_load import served_of
+from spectune.optimizer.load_search import LoadStudy
 from spectune.optimizer.on_engine import Turns, execute, prompts_of
 from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.optimizer.under_load import Search, UnderLoad, under_load
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Sampling
@@ -177,11 +177,12 @@ def measured(
 
 
 def _held(bench: Bench, info: Recording, trace: str, passes: int, turns: int) -> dict[str, Any]:
-    lab = under_load(bench.store, info, [], "clients:" + ",".join(map(str, CLIENTS)), Objective())
+    clients = "clients:" + ",".join(map(str, CLIENTS))
+    lab = engine_bench(bench.store, info, [], clients, Objective())
     off, costs = OFF in bench.engines, lab.costs
     if off:  # the table is of a server that keeps its draft
         costs = replace(costs, passes={DRAFT: costs.passes[DRAFT]})
-    table = Search(replace(lab, costs=costs), lambda *_: None).run().table.policy
+    table = LoadStudy(replace(lab, costs=costs)).run().policy
     plain = lab.simulate(AUTOREGRESSIVE, Load(SEATS)).served
     about = {
         "version": info.options["engine_version"],
@@ -252,7 +253,7 @@ def _in_turns(
 
 
 def predicted(
-    lab: UnderLoad, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]
+    lab: EngineBench, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """What is predicted of the executed rows, and how it compares."""
     off = any(row["policy"] == "off" for row in rows)

@@ -107,6 +107,7 @@ class Confirmation:
             "level": LEVEL,
             "floor": FLOOR,
             "requests": self.requests,
+            "unit": self.unit,
             "passes": self.passes,
             "chance_of_5_percent": self.chance,
             "holds": not self.against,

@@ -1,108 +1,39 @@
-"""The serving simulator against a plain one that keeps the books as vLLM's scheduler does, and the
-figures it gives."""
+"""The serving simulator against a plain one that keeps the books as vLLM's scheduler does; what
+steps cost; arrivals."""
 
 from __future__ import annotations
 
-import re
-import shlex
-import shutil
-from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
-import scipy.stats
-from databases import opened
-from doors import Door
-from sqlalchemy import LargeBinary, literal, update
-from synthetic import policy
-from trace_values import a_panorama, a_trajectory
+from served_traces import COSTS, PROFILE, RULES, recorded, simulated, tables, trace_of, window
 
 from spectune.engines.abilities import OPENVINO, VLLM, Engine
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, chain_round
+from spectune.engines.protocol import Load, Running, Wanted
 from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer import executed_load
-from spectune.optimizer import under_load as under_load_module
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.executed_load import Executed
 from spectune.optimizer.on_engine import about_recording
-from spectune.optimizer.proven_load import proof_of
-from spectune.optimizer.python import simulate
 from spectune.optimizer.simulate.chain_tables import AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import (
     ServedCosts,
     ServedStep,
-    _made_by,
     costs_of_engine,
     fit_served,
     served_steps,
 )
-from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.optimizer.simulate.step_costs import (
-    StepCosts,
-    StepLoad,
-    step_costs,
-    step_seconds,
-    step_terms,
-)
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import TIE
-from spectune.optimizer.under_load import Search, UnderLoad, under_load
+from spectune.optimizer.simulate.serving import serve
+from spectune.optimizer.simulate.step_costs import StepCosts, StepLoad, step_seconds, step_terms
 from spectune.runtime.hardware import hardware
-from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.stops import compile_stop
-from spectune.runtime.progress import silent
-from spectune.traces.cost_table import CostTable
-from spectune.traces.errors import EngineError, PolicyError, TraceError
-from spectune.traces.recording import RecordedRequest
-from spectune.traces.schema import Sampling, Step, Tokens
+from spectune.runtime.policies.document import Policy
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.tables import LatencyProfile, Panorama, Recording
-
-PROFILE = LatencyProfile(
-    "pair", "cpu", "float32",
-    {
-        "step": CostTable((2e-3, 3e-3, 9e-3), ("batch",), ((1.0, 2.0, 8.0),)),
-        "step target": CostTable(
-            (1e-3, 2e-3, 4e-3, 8e-3, 9e-3, 13e-3), ("rows", "context"),
-            ((1.0, 8.0, 32.0), (0.0, 500.0)),
-        ),
-        "step prompts": CostTable((0.0, 3e-3), ("rows",), ((0.0, 50.0),)),
-        "step draft/small": CostTable(
-            (1e-3, 2e-3, 2e-3, 4e-3, 6e-3, 9e-3), ("passes", "batch"),
-            ((0.0, 1.0, 6.0), (1.0, 8.0)),
-        ),
-        "step draft prompts/small": CostTable((0.0, 1e-3), ("rows",), ((0.0, 50.0),)),
-    },
-)  # fmt: skip
-COSTS = step_costs(PROFILE, "small")
-
-
-def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
-    """Texts of an engine from their second token on: of 2 to 60 tokens, of one budget or each of
-    its own, a half of which ends before."""
-    rng = np.random.default_rng(count)
-    made = []
-    for i in range(count):
-        t = a_trajectory(i, n=int(rng.integers(1, 60)))
-        prompt = rng.integers(0, 4096, int(rng.integers(2, 90))).astype(np.int32)
-        most = budget or len(t.output_ids) + 9 * (i % 2)
-        made.append(replace(t, tokens=Tokens(prompt, t.output_ids), max_new_tokens=most))
-    return ReplayTrace(made, {"small": [a_panorama(t, "small", none=none) for t in made]})
-
-
-window = partial(policy, "small")
-
-
-def tables(policy: Policy, rules: ServingRules) -> tuple[int, ...]:
-    return VLLM.gammas(policy, draft="small", most=64, max_num_seqs=rules.max_num_seqs)
 
 
 @dataclass
@@ -265,7 +196,6 @@ def by_oracle(
     return oracle, every
 
 
-RULES = ServingRules(max_num_seqs=8, max_batched_tokens=512, max_len=400, reply_s=1e-4)
 NARROW = RULES._replace(draft_slots=1, max_len=0)
 
 
@@ -304,45 +234,6 @@ def test_every_step_is_the_plain_simulators(
     np.testing.assert_allclose(found.served.first_s, [r.first for r in every], rtol=1e-9)
     np.testing.assert_allclose(found.served.finished_s, [r.finished for r in every], rtol=1e-9)
     np.testing.assert_allclose(found.served.arrived_s, [r.arrived for r in every], rtol=1e-9)
-
-
-def simulated(trace: ReplayTrace, policy: Policy, load: Load) -> Simulated:
-    gammas = tables(policy, RULES)
-    return serve(trace, policy.draft, gammas, load, RULES, COSTS, members=True)
-
-
-def recorded(
-    trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1e-6
-) -> list[RecordedRequest]:
-    """What an engine would have recorded of a simulation: each request with its rounds."""
-    words = trace.outcomes(policy, compile_stop(policy.stop))[0]
-    steps: list[list[Step]] = [[] for _ in found.counts]
-    for step, request, drafted in found.members.tolist():
-        t, out = (
-            int(trace.order[request % len(trace.order)]),
-            sum(s.emitted for s in steps[request]),
-        )
-        left = len(trace.trajectories[t].output_ids) + 1 - out
-        if drafted < 0 or left < 1:
-            continue
-        kept = min(drafted, int(words[trace.offsets[t] + out - 1]) & 255 if out else 0)
-        times = {
-            "arrived_s": at + float(found.served.arrived_s[request]),
-            "ended_s": at + float(found.ends_s[step]),
-            "round_s": 0.01,
-        }
-        done = chain_round(
-            out, drafted, kept, min(left, kept + 1), draft="small", policy="", **times
-        )
-        steps[request].append(done._replace(batch=int(found.steps[step, 0])))
-    made = []
-    for i, own in enumerate(steps):
-        t = trace.trajectories[int(trace.order[i % len(trace.order)])]
-        output = np.concatenate((t.prompt_ids[-1:], t.output_ids))
-        whole = replace(t, tokens=Tokens(t.prompt_ids[:-1], output))
-        assert sum(s.emitted for s in own) == len(whole.output_ids)
-        made.append(RecordedRequest(i, whole, steps=tuple(own)))
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -499,461 +390,22 @@ def test_public_traces_are_read_and_their_unit_is_said(tmp_path: Path) -> None:
             loads_of(str(file), (), 5)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Door:
-    """A database with what a server recorded that drafted 0 to 6 tokens for one client and for
-    eight."""
-    url = str(tmp_path_factory.mktemp("server") / "traffic.db")
-    trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
-    serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
-    about = {"engine": "vllm", "engine_version": "0.32.0", "serving": serving}
-    with opened(url) as store:
-        spec = read_pair("demo")
-        store.put_pair(spec.id, spec.name, spec.to_json())
-        asked = Asked(spec.id, None, Sampling(), 64, options=about, source="serve")
-        info = store.create_recording(asked)
-        for gamma in (0, 1, 3, 6):
-            for clients in (1, 8):
-                found = simulated(trace, window(gamma), Load(clients))
-                for r in recorded(trace, found, window(gamma), at):
-                    text = replace(r.trajectory, request_id=f"r{ordinal}")
-                    store.append_trajectory(info.id, ordinal, text, r.steps)
-                    panorama = a_panorama(r.trajectory, "small", none=0.0)
-                    store.put_panoramas(info.id, [(ordinal, panorama)])
-                    ordinal += 1
-                at += 10 + float(found.ends_s[-1])
-    return Door(url)
-
-
-def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Path) -> None:
-    policy = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
-    asked = ("simulate", "--policy", policy)
-    loads = ("--arrivals", "clients:1,8", "--tpot", "40ms")
-    found = server.json(*asked, "--engine", "vllm", *loads)
-    alone, crowded = found["loads"]
-    assert [one["load"] for one in (alone, crowded)] == ["clients:1", "clients:8"]
-    assert (alone["mean_batch"], found["engine"], found["max_num_seqs"]) == (1.0, "vllm", 8)
-    assert crowded["tokens_per_s"] > alone["tokens_per_s"]
-    assert set(alone["latency_s"]) == {"mean", "p50", "p95", "p99"}
-    assert found["costs"]["median_error"] < 0.05
-    again = server.json(*asked, "--arrivals", "poisson:40", "--limit", "500")
-    assert again["loads"][0]["requests"] == 500
-    file = tmp_path / "trace.csv"
-    file.write_text(BURST)
-    told = server.call(*asked, "--arrivals", file, "--tpot", "40ms")
-    assert "2 arrivals in 40 s, of 'Timestamp', numbers in s" in told.stderr
-    told = server.call(*asked, "--arrivals", "clients:12")
-    assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in told.stderr
-    fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).model_dump_json()
-    for wanted, more, said in (
-        (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
-        (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
-        (policy, "--arrivals poisson:-1", "no number above 0"),
-        (policy, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
-        (policy, "--arrivals clients:2 --tpot 40", "write for example 500ms"),
-        (policy, "--arrivals clients:2 --per-round x", "--per-round says nothing of a load"),
-        (policy, "--arrivals clients:2 --keep-q-table", "--keep-q-table says nothing of a load"),
-        (policy, "--tpot 40ms", "--tpot is of requests under a load; say --arrivals too"),
-    ):
-        assert said in server.error("simulate", "--policy", wanted, *more.split())
-
-
-def without_a_draft(url: Path, clients: int) -> Door:
-    """A database with what a server recorded that had no draft loaded, for so many clients."""
-    trace = trace_of(40, budget=70)
-    serving = {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 0}
-    about = {"engine": "openvino", "engine_version": "2026.4", "serving": serving}
-    with opened(str(url)) as store:
-        spec = read_pair("demo")
-        store.put_pair(spec.id, spec.name, spec.to_json())
-        info = store.create_recording(Asked(spec.id, None, Sampling(), 64, options=about))
-        found = simulated(trace, window(0), Load(clients))
-        for n, r in enumerate(recorded(trace, found, window(0))):
-            steps = [s._replace(draft="") for s in r.steps]
-            store.append_trajectory(info.id, n, r.trajectory, steps)
-            for draft in spec.draft_names:
-                store.put_panoramas(info.id, [(n, a_panorama(r.trajectory, draft))])
-    return Door(str(url))
-
-
-def test_drafts_that_no_server_ran_are_not_judged(tmp_path: Path) -> None:
-    """`record --engine` serves without a draft: nothing then says what one costs, and `tune` said
-    that not to speculate is best."""
-    door = without_a_draft(tmp_path / "plain.db", 8)
-    for arrivals in ("clients:1,8", "poisson:4"):
-        said = door.error("tune", "--engine", "openvino", "--arrivals", arrivals)
-        assert "no steps that draft were recorded, so no draft can be judged" in said
-        assert re.search("or have `.*profile --engine openvino.*` serve every draft", said)
-    drafted = '{"draft": "small", "window": {"kind": "fixed", "gamma": 2}}'
-    assert "no steps of this engine with draft 'small' were recorded" in door.error(
-        "simulate", "--policy", drafted, "--arrivals", "clients:8"
-    )
-
-
-def test_loads_of_other_batches_than_were_recorded_are_warned_of(tmp_path: Path) -> None:
-    door = without_a_draft(tmp_path / "eight.db", 8)
-    asked = ("simulate", "--policy", "autoregressive", "--arrivals")
-    said = " ".join(door.call(*asked, "clients:1,8").stderr.split())
-    assert "clients:1: 100% of its steps are of more or fewer requests than any" in said
-    assert "clients:8: " not in said
-
-
-def test_a_search_says_what_servers_without_a_draft_do_or_that_it_is_not_known(
-    server: Door,
-) -> None:
-    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8")
-    found = server.json(*asked)
-    assert [load["off"] for load in found["loads"]] == [None, None]
-    assert all(load["loaded_0_tokens"]["tokens_per_s"] > 0 for load in found["loads"])
-    assert "medium" in found["drafts_not_served"]
-    told = server.call(*asked)
-    shown = " ".join(told.output.split())
-    assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
-    assert re.search("or `.*profile --engine vllm.*` measures it on a server of its own", shown)
-    assert "not judged, as no step with them was recorded: medium" in " ".join(told.stderr.split())
-
-
-def test_the_command_that_a_search_under_load_prints_last_does_what_it_says(
-    server: Door, tmp_path: Path
-) -> None:
-    """It names the pair, which the search took from the recording."""
-    shutil.copy(server.db, tmp_path / "own.db")
-    own = Door(str(tmp_path / "own.db"))
-    last = own.call("tune", "--engine", "vllm", "--arrivals", "clients:1,8", "--limit", "40")
-    what, command = last.stdout.splitlines()[-2:]
-    assert what == "# publishes it"
-    words = shlex.split(command)
-    assert own.json(*words[words.index("policies") :])["version"] == 1
-
-
-def test_a_table_is_found_for_several_loads(server: Door, tiny_pair: Path, tmp_path: Path) -> None:
-    found = server.json("tune", "--engine", "vllm", "--arrivals", "clients:1,3,8")
-    shares = [load["relative"] for load in found["loads"]]
-    assert min(shares) > 0.97
-    assert sum(shares) >= 3 * (1 - TIE) - 1e-3  # as good as each load's own best constant
-    for gamma in {load["best"]["gamma"] for load in found["loads"]}:
-        asked = ("--policy", window(gamma).model_dump_json(), "--arrivals", "clients:1,3,8")
-        beside = zip(server.json("simulate", *asked)["loads"], found["loads"], strict=True)
-        others = [c["tokens_per_s"] / f["best_constant"]["tokens_per_s"] for c, f in beside]
-        assert sum(shares) >= sum(others) - 3 * TIE
-    table = parse_policy(found["policy"])
-    assert isinstance(table, Policy)
-    assert found["policy_id"] == table.id
-    tune = ("tune", "--engine", "vllm")
-    config = tmp_path / "spectune.toml"  # what stands there is for other commands too
-    config.write_text('budget = "5m"\nthreads = 1\n[sampling]\ntemperature = 0.7\n')
-    shown = server.call("--config", config, *tune, "--arrivals", "clients:1,8").output
-    assert "policies simulated. Best over these loads together" in shown
-    assert server.call(*tune).exit_code == 2
-    goodput = server.call(*tune, "--arrivals", "clients:1", "--objective", "goodput")
-    assert "needs --ttft or --tpot" in goodput.output
-    for more in ("--quick", "--temperature 0.7", "--workers 2", "--report x"):
-        said = f"{more.split()[0]} says nothing of a load"
-        assert said in server.refused(*tune, "--arrivals", "clients:1", *more.split())
-    assert "are for --execute" in server.refused(*tune, "--arrivals", "clients:1", "--threads", "1")
-    assert "say --arrivals too" in server.refused("tune", "--objective", "tpot")
-    other = ("--arrivals", "clients:1", "--pair", str(tiny_pair))
-    assert "was made with pair" in server.refused(*tune, *other)
-
-
-@pytest.mark.parametrize(
-    ("best", "near", "table"),
-    [
-        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.005, (2, 2): 0.005}, {1: 4, 4: 1}),
-        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.03, (2, 2): 0.03}, {1: 4, 2: 3, 4: 1}),
-        # Without the entry of four the sum is better than without that of one, but four lose.
-        ({1: 4, 2: 4, 4: 3, 8: 1}, {(1, 3): 0.009, (2, 3): 0.009, (4, 4): 0.013}, {1: 3, 8: 1}),
-    ],
-)
-def test_a_table_has_no_entry_that_its_costs_cannot_tell(
-    best: dict[int, int], near: dict[tuple[int, int], float], table: dict[int, int]
-) -> None:
-    """Made-up speeds: so many tokens are ``best`` for so many clients, others lose what ``near``
-    says, or much. What loses less than 1% is left out."""
-
-    def simulate(policy: Policy, load: Load) -> Simulated:
-        clients = int(load.clients or 0)
-        gamma = tables(policy, RULES)[clients]
-        loss = near.get((clients, gamma), 0.1 * abs(gamma - best[clients]))
-        done = np.array([1.0 / (1.0 - loss)])
-        served = Served(np.zeros(1), done / 2, done, np.array([100]))
-        return cast(Simulated, SimpleNamespace(served=served, batches=np.array([clients])))
-
-    lab = SimpleNamespace(
-        loads={f"clients:{c}": Load(c) for c in best},
-        costs=SimpleNamespace(passes={"small": (1, 5)}, beyond=lambda draft, batches: 0.0),
-        rules=RULES,
-        engine=VLLM,
-        objective=Objective(),
-        server_draft=lambda policy: "small",
-        simulate=simulate,
-    )
-    found = Search(cast(UnderLoad, lab), silent).run()
-    assert found.table.policy.window.model_dump()["gamma"] == table
-
-
-class Simulating:
-    """An engine that answers at once what the simulator says of those texts, a little faster or
-    slower each time. Of the requests whose numbers are in ``rounded`` the last token is another
-    from the second execution on, as in arithmetic of low precision."""
-
-    engine, version, serving = VLLM, "0.32.0", dict[str, Any]()
-    runs_on: ClassVar = {"device": "cuda", "dtype": "bfloat16"}
-
-    def __init__(self, noise: np.random.Generator, rounded: Collection[str] = ()) -> None:
-        self.noise, self.rounded = noise, rounded
-
-    def execute(
-        self, prompts: Sequence[Prompt], policy: Policy, load: Load, **_: Any
-    ) -> Iterator[Answered]:
-        if len(prompts) == 1:  # before what counts
-            return
-        trace, pace = trace_of(len(prompts), budget=70), float(np.exp(self.noise.normal(0, 0.002)))
-        found = simulated(trace, policy, load)
-        for prompt, request in zip(prompts, recorded(trace, found, policy), strict=True):
-            steps = (
-                s._replace(arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace)
-                for s in request.steps
-            )
-            assert prompt.ids == tuple(request.trajectory.prompt_ids)
-            text = replace(request.trajectory, request_id=prompt.id)
-            if prompt.id in self.rounded:
-                output = text.output_ids.copy()
-                output[-1] += 1
-                text = replace(text, tokens=Tokens(text.prompt_ids, output))
-            yield Answered(text, tuple(steps))
-
-    def close(self) -> None:
-        pass
-
-
-EXECUTE = "tune --engine vllm --limit 40 --execute --arrivals"
-
-
-@pytest.fixture
-def executing(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
-    """An engine that cannot copy from prompts; how it was started."""
-    noise, started = np.random.default_rng(1), list[Wanted]()
-
-    def start(_name: str, _spec: PairSpec, wanted: Wanted) -> Simulating:
-        started.append(wanted)
-        if wanted.draft == "ngram":
-            raise EngineError("it cannot load ngram")
-        return Simulating(noise)
-
-    monkeypatch.setattr(executed_load, "start", start)
-    return started
-
-
-@pytest.mark.usefixtures("executing")
-def test_what_is_proved_by_execution_is_published(server: Door) -> None:
-    """In the engine's deployment, once: what is in force is then what is to be beaten."""
-    asked = (*EXECUTE.split(), "clients:1,8", "--budget")
-    first = server.json(*asked, "1s")
-    assert (first["passes"], first["published"]) == (1, None)
-    needs = int(re.findall(r"--budget (\d+)s fits 4 passes", first["reason"])[0])
-    loads = {one["label"]: one["loads"] for one in first["executed"]}
-    # No server without a draft was recorded: nothing is predicted of one, and it is executed.
-    for label, predicted in (("autoregressive", False), ("small fixed(gamma=0)", True)):
-        assert [load["load"] for load in loads[label]] == ["clients:1", "clients:8"]
-        known = [load["predicted_tokens_per_s"] is not None for load in loads[label]]
-        assert known == [predicted] * 2
-    assert server.json(*asked, f"{needs}s", "--no-publish")["reason"].endswith("--no-publish")
-    found = server.json(*asked, f"{needs}s")
-    assert found["passes"] == 4
-    winner = found["winner"]["id"]
-    assert found["published"] == {"version": 1, "policy": winner, "deployment": "vllm"}
-    low, high = found["ratio_interval"]
-    assert 1.01 < low < found["ratio_to_incumbent"] < high
-    nothing = {"version": None, "id": AUTOREGRESSIVE.id, "label": "autoregressive"}
-    assert found["incumbent"] == nothing
-    assert found["texts"]["differ"] == 0
-    with opened(server.db) as store:
-        kept = store.active_publication(read_pair("demo").id, "cpu", "vllm")
-    assert kept is not None
-    assert (kept.reason, kept.actor) == (found["reason"], "tune")
-    assert kept.evidence["executed"] == found["executed"]
-    assert kept.sampling is not None
-    assert kept.sampling["temperature"] == 0
-    again = " ".join(server.call(*asked, f"{needs}s").output.split())
-    assert (
-        f"nothing executed is better than {kept.label}. Published before in deployment vllm"
-        in again
-    )
-    assert f"version 1, {kept.label}, stays." in again
-    in_force = "simulate --policy active --arrivals clients:8"
-    assert server.json(in_force)["policy_id"] == winner
-    assert simulate("active", db=server.db)["policy_id"] == winner
-    said = server.error(in_force, "--deployment", "other")  # where nothing is in force
-    assert "no steps of this engine without a draft were recorded" in said
-
-
-def test_differing_texts_are_told_beside_autoregression_repeated(
-    server: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request's last token is another from each draft's second start on."""
-    started = list[str]()
-
-    def start(_name: str, _spec: PairSpec, wanted: Wanted) -> Simulating:
-        started.append(wanted.draft)
-        rounded = {"3"} if started.count(wanted.draft) > 1 else ()
-        return Simulating(np.random.default_rng(1), rounded)
-
-    monkeypatch.setattr(executed_load, "start", start)
-    asked = (*EXECUTE.split(), "clients:1,8", "--no-publish", "--budget")
-    once = server.json(*asked, "1s")
-    policies = len(once["executed"])
-    assert once["texts"] == {
-        "differ": 0,
-        "compared": 2 * 40 * policies,
-        "dtype": "bfloat16",
-        "autoregression_repeated": None,
-    }
-    started.clear()
-    often = server.json(*asked, "60s")
-    again = often["passes"] - 1
-    assert again > 0
-    differ, compared = 2 * again * policies, 2 * 40 * often["passes"] * policies
-    plain = 2  # a server without a draft, and one that drafts 0 tokens
-    assert often["texts"] == {
-        "differ": differ,
-        "compared": compared,
-        "dtype": "bfloat16",
-        "autoregression_repeated": {"differ": 2 * again * plain, "compared": 80 * again * plain},
-    }
-    started.clear()
-    told = server.call(*asked, "60s").output
-    assert (
-        f"Beside those recorded: {differ} of {compared} texts differ (bfloat16; autoregression "
-        f"repeated under the same load: {2 * again * plain} of {80 * again * plain})"
-    ) in told
-
-
-def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: list[Wanted]) -> None:
-    """A tree in force is said and passed over; a window that was never served is executed without a
-    prediction; a draft that the engine cannot load is found at its first start."""
-    asked = (*EXECUTE.split(), "clients:8", "--budget", "1s", "--threads", "1")
-    tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).model_dump_json()
-    copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
-    for wanted, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
-        server.json("policies", "activate", wanted, "--pair", "demo", "--deployment", name)
-    found = server.json(*asked, "--deployment", "trees")
-    assert "cannot run (vLLM cannot run trees" in found["reason"]
-    assert found["incumbent"]["id"] == AUTOREGRESSIVE.id
-    found = server.json(*asked, "--deployment", "wide")
-    (one,) = (one for one in found["executed"] if one["policy_id"] == found["incumbent"]["id"])
-    assert [load["predicted_tokens_per_s"] for load in one["loads"]] == [None]
-    assert found["published"] is None
-    assert {wanted.threads for wanted in executing} == {1}
-    executing.clear()
-    assert "it cannot load ngram" in server.error(*asked, "--deployment", "copied")
-    assert [wanted.draft for wanted in executing] == ["ngram"]
-
-
-def test_texts_that_cannot_be_served_again_are_said() -> None:
-    texts = trace_of(3, budget=70).trajectories
-    for found, said in (
-        ([replace(t, finish="stop") for t in texts], "a stop string or token, or were left by"),
-        (list(trace_of(3).trajectories), "for different numbers of tokens"),
-    ):
-        lab = SimpleNamespace(info=SimpleNamespace(id="rec-1"), trace=ReplayTrace(found, {}))
-        with pytest.raises(TraceError, match=f"recording rec-1: its requests asked .*{said}"):
-            executed_load._texts(cast(UnderLoad, lab))
-
-
-def stored(
-    store: TraceStore,
-    ended: Sequence[RecordedRequest],
-    source: str = "record",
-    drafts: Sequence[str] = ("small",),
-    lacking: Sequence[int] = (),
-) -> Recording:
-    """A recording of vLLM, some requests of which have no panoramas."""
-    store.put_pair("pair", "pair", {})
-    about = {"engine": "vllm", "serving": {"max_num_seqs": 8, "ahead": 0}}
-    asked = Asked("pair", None, Sampling(), 70, options=about, source=source)
-    info = store.create_recording(asked)
-    for n, r in enumerate(ended):
-        store.append_trajectory(info.id, n, r.trajectory, r.steps)
-        panoramas = [(n, a_panorama(r.trajectory, draft)) for draft in drafts]
-        store.put_panoramas(info.id, [] if n in lacking else panoramas)
-    return info
-
-
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_recorded_requests_arrive_each_with_its_own_text(
-    store: TraceStore, fitted: ServedCosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are stored as they ended. A damaged panorama of another draft is not read for it."""
-    trace = trace_of(3, budget=70)
-    ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
-    info = stored(store, ended, drafts=("small", "other"))
-    with store.database.write() as session:
-        session.execute(
-            update(Panorama)
-            .filter_by(recording_id=info.id, ordinal=0, draft="other")
-            .values(trie=literal(b"x", LargeBinary))
-        )
-    monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
-    monkeypatch.chdir(tmp_path)
-    Path("recorded-x.csv").write_text("TIMESTAMP\n1\n2\n")
-
-    def order(asked: str) -> list[int]:
-        return under_load(store, info, [window(3)], asked, Objective()).trace.order.tolist()
-
-    assert order("recorded") == order("recorded@2") == [2, 1, 0]
-    assert order("recorded-x.csv") == [0, 1, 2]
-
-
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_what_a_server_has_added_since_is_left_out(
+def test_costs_are_of_one_hardware(
     store: TraceStore, fitted: ServedCosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording that is made here is refused until it is whole."""
-    trace = trace_of(3, budget=70)
-    ended = recorded(trace, simulated(trace, window(0), Load(1)), window(0))[::-1]
-    monkeypatch.setattr(under_load_module, "costs_of_engine", lambda *_: fitted)
-    found = {source: stored(store, ended, source, lacking=[1]) for source in ("serve", "record")}
-    for asked in ("recorded", "clients:2"):
-        lab = under_load(store, found["serve"], [window(3)], asked, Objective())
-        texts = [t.request_id for t in lab.trace.trajectories]
-        assert sorted(texts) == sorted(ended[n].trajectory.request_id for n in (0, 2))
-        assert len(lab.trace.order) == 2
-    with pytest.raises(TraceError, match="2 panoramas of draft 'small' for 3 requests"):
-        under_load(store, found["record"], [window(3)], "clients:2", Objective())
-
-
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_steps_on_other_hardware_are_named_where_they_are_missed(
-    store: TraceStore, fitted: ServedCosts
-) -> None:
+    """Steps on other hardware are named where they are missed."""
     store.put_pair("pair", "pair", {})
-    serving = {"max_num_seqs": 8, "ahead": 0}
     for name in ("cpu, threads: 1", "cpu, threads: 2"):
-        about = {"engine": "vllm", "serving": serving, "hardware": name}
-        info = store.create_recording(Asked("pair", None, Sampling(), 9, options=about))
+        serving = {"max_num_seqs": 8, "ahead": 0}
+        options = {"engine": "vllm", "serving": serving, "hardware": name}
+        info = store.create_recording(Asked("pair", None, Sampling(), 9, options=options))
     said = "on cpu, threads: 2, as steps on cpu, threads: 1 tell nothing of it"
     with pytest.raises(TraceError, match=f"serve more requests.*`profile --engine vllm`; {said}"):
         costs_of_engine(store, info)
-    with pytest.raises(PolicyError, match=f"by `profile --engine vllm`; {said}"):
-        replace(fitted, served_by=f"`profile --engine vllm`; {said}").of("small", [7])
-
-
-def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings that do not name theirs are older, and alike."""
-
-    def made_by(**options: str) -> tuple[Any, ...]:
-        return _made_by(cast(Recording, SimpleNamespace(options=options)))
-
-    assert made_by(engine="vllm") == made_by(engine="vllm", device="cpu")
-    named = {made_by(hardware=name) for name in ("a", "b", "a")} | {made_by()}
-    assert len(named) == 3
-    assert hardware("cpu", 3).endswith(", threads: 3")
-    assert hardware("xpu") == "xpu"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA X")
-    for seen, names in ((True, ("NVIDIA X", "2 x NVIDIA X")), (False, ("cuda", "2 x cuda"))):
-        monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda seen=seen: seen)
-        assert (hardware("cuda"), hardware("cuda", count=2)) == names
+    monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda: True)
+    assert hardware("cuda", count=2) == "2 x NVIDIA X"
 
     def about(engine: Engine) -> dict[str, Any]:
         on = {"device": "cpu", "dtype": "float32"}
@@ -963,40 +415,3 @@ def test_costs_are_of_one_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert about(OPENVINO)["hardware"] == hardware("cpu", 3)
     assert "hardware" not in about(VLLM)  # it is another process, which names its own
-
-
-def test_what_passes_prove() -> None:
-    """By hand: Student's interval of the logarithms of ratios of passes, averaged over loads."""
-
-    def one(policy: Policy, *passes: tuple[float, float]) -> Executed:
-        """Seconds of each pass at two loads, 100 tokens each."""
-        loads = zip(
-            *(
-                [Served(*map(np.array, ([0.0], [s / 2], [s], [100]))) for s in both]
-                for both in passes
-            ),
-            strict=True,
-        )
-        return Executed(
-            policy, {}, dict(zip(("a", "b"), loads, strict=True)), ComparedTexts(0, 0, "")
-        )
-
-    plain = one(AUTOREGRESSIVE, (10.0, 20.0), (11.0, 20.0), (10.0, 21.0))
-    fast = one(window(3), (5.0, 20.0), (6.0, 19.0), (5.0, 21.0))
-    apart = [(np.log(10 / 5)) / 2, (np.log(11 / 6) + np.log(20 / 19)) / 2, np.log(10 / 5) / 2]
-    half = scipy.stats.sem(apart) * scipy.stats.t.ppf(0.995, 2)
-    found = proof_of([plain, fast], AUTOREGRESSIVE, Objective())
-    mean = np.mean(apart)
-    assert found.winner == window(3)
-    assert np.log(found.ratio) == pytest.approx([mean, mean - half, mean + half])
-    assert found.against == ""
-    same = proof_of([plain, fast], window(3), Objective())
-    assert same.against.startswith("nothing executed is better")
-    once = [one(AUTOREGRESSIVE, (10.0, 20.0)), one(window(3), (5.0, 20.0))]
-    few = proof_of(once, AUTOREGRESSIVE, Objective("tpot"))
-    assert (few.ratio[0], few.wants) == (pytest.approx(np.sqrt(2)), 4)
-    assert few.to_json()["ratio_interval"] == [0.0, None]
-    assert "one pass" in few.against
-    noisy = one(window(1), (5.0, 20.0), (11.0, 19.0), (9.0, 21.0))
-    unsure = proof_of([plain, noisy], AUTOREGRESSIVE, Objective("goodput", ttft_s=4.0))
-    assert "not beyond noise" in unsure.against

@@ -30,12 +30,9 @@ from spectune.optimizer.commands.shared import (
 from spectune.optimizer.commands.under_load import (
     check_no_load,
     check_typed,
-    execute_found,
     load_options,
-    place_of,
     recording_on,
-    search_under_load,
-    show_search,
+    tune_load,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +49,17 @@ QUICK: Final = {
 """What --quick makes of options that nobody gave."""
 UNDER_LOAD: Final = (
     *("recording_id", "engine", "arrivals", "ttft", "tpot", "objective", "limit"),
-    *("execute", "no_publish", "budget", "threads", "pair", "target", "drafts", "deployment"),
+    *(
+        "execute",
+        "no_publish",
+        "budget",
+        "threads",
+        "pair",
+        "target",
+        "drafts",
+        "deployment",
+        "search_seed",
+    ),
 )
 """Options that --arrivals reads."""
 
@@ -219,11 +226,7 @@ def tune_under_load(kw: dict[str, Any]) -> None:
         else:
             with suppress(PairError):  # the command that is printed last names it
                 pair_spec(kw, store, info.id)
-        searched, place, proved = search_under_load(store, info, kw), place_of(store, info), None
-        if kw["execute"]:
-            assert spec is not None
-            proved = execute_found(store, searched, spec, place, kw)
-    show_search(searched, place, proved)
+        tune_load(store, info, spec if kw["execute"] else None, kw)
 
 
 def _be_quick(kw: dict[str, Any]) -> str:

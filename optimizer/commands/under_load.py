@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -18,17 +17,17 @@ from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say
 from spectune.optimizer.commands.shared import quiet_transformers, refuse_typed, say_unseen
 
 if TYPE_CHECKING:
+    from spectune.engines.protocol import Running, Wanted
+    from spectune.optimizer.bench.engine import EngineBench
     from spectune.optimizer.deployment import Place
-    from spectune.optimizer.executed_load import Executed
-    from spectune.optimizer.proven_load import Proof
+    from spectune.optimizer.load_search import Trial
     from spectune.optimizer.simulate.load import Objective, Served
-    from spectune.optimizer.texts import ComparedTexts
-    from spectune.optimizer.under_load import Found, Scored, UnderLoad
+    from spectune.optimizer.tune_load import LoadSearch
+    from spectune.optimizer.verdict import Tuned
     from spectune.runtime.pair import PairSpec
     from spectune.runtime.policies.document import Policy
     from spectune.traces.store import TraceStore
-    from spectune.traces.tables import Publication, Recording
-
+    from spectune.traces.tables import Recording
 
 OFF: Final = "off (no draft loaded)"
 IDLE: Final = "draft loaded, 0 tokens"
@@ -108,110 +107,64 @@ def simulate_under_load(
     store: TraceStore, info: Recording, policy: Policy, kw: dict[str, Any]
 ) -> None:
     """`simulate --arrivals`: the figures of one policy, a row for each load."""
-    from spectune.engines.abilities import engine_named
-    from spectune.optimizer.under_load import under_load
+    from spectune.optimizer.bench.engine import engine_bench
+    from spectune.optimizer.tune_load import about_bench
 
-    engine_named(info.engine).runs(policy)
-    level = _objective({**kw, "objective": "throughput"})
-    lab = under_load(store, info, [policy], kw["arrivals"], level, limit=kw["limit"], tell=note)
-    simulated = {name: lab.simulate(policy, load) for name, load in lab.loads.items()}
+    objective = _objective({**kw, "objective": "throughput"})
+    bench = engine_bench(
+        store, info, [policy], kw["arrivals"], objective, limit=kw["limit"], tell=note
+    )
+    simulated = bench.simulate_loads(policy, bench.trace)
+    draft = bench.server_draft(policy)
     data = {
-        **_about(lab),
+        **about_bench(bench),
         "policy": policy.label(),
         "policy_id": policy.id,
-        "server_draft": lab.server_draft(policy),
-        "loads": [{"load": name, **found.to_json(level)} for name, found in simulated.items()],
+        "server_draft": draft,
+        "loads": [{"load": name, **one.to_json(objective)} for name, one in simulated.items()],
     }
-    say_unseen(info, len(lab.trace.order))
-    _say_costs(lab)
-    draft = lab.server_draft(policy)
-    _say_beyond(lab, {name: lab.costs.beyond(draft, s.batches) for name, s in simulated.items()})
+    say_unseen(info, len(bench.trace.order))
+    _say_costs(bench)
+    extrapolated = {name: bench.costs.beyond(draft, s.batches) for name, s in simulated.items()}
+    _say_extrapolated(bench, extrapolated)
     rows = []
-    for name, found in simulated.items():
-        rounds, accepted, _ = found.counts.sum(0).tolist()
-        tau, batch = 1 + accepted / max(1, rounds), found.steps[:, 0].mean()
+    for name, one in simulated.items():
+        rounds, accepted, _ = one.counts.sum(0).tolist()
+        tau, batch = 1 + accepted / max(1, rounds), one.steps[:, 0].mean()
         shown = {"batch": f"{batch:.1f}", "tau": f"{tau:.2f}"}
-        rows.append(_row(name, found.served, level) | shown)
+        rows.append(_row(name, one.served, objective) | shown)
     emit(data, table(rows, title=f"{policy.label()} on {info.engine} (predicted)"))
 
 
-class Searched(NamedTuple):
-    """What was searched under load, what was found, and what is to be told of it as JSON."""
+def tune_load(
+    store: TraceStore, info: Recording, spec: PairSpec | None, kw: dict[str, Any]
+) -> None:
+    """`tune --arrivals`: searches in simulation; with ``--execute`` proves that on the engine, for
+    about ``--budget``, and publishes what is confirmed, unless ``--no-publish``."""
+    from spectune.optimizer.bench.engine import engine_bench
+    from spectune.optimizer.tune_load import search_load
 
-    lab: UnderLoad
-    found: Found
-    data: dict[str, Any]
-
-
-def search_under_load(store: TraceStore, info: Recording, kw: dict[str, Any]) -> Searched:
-    """The search of `tune --arrivals`."""
-    from spectune.optimizer.under_load import Search, under_load
-
-    level = _objective(kw)
-    lab = under_load(store, info, [], kw["arrivals"], level, limit=kw["limit"], tell=note)
-    say_unseen(info, len(lab.trace.order))
+    bench = engine_bench(
+        store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"], tell=note
+    )
+    say_unseen(info, len(bench.trace.order))
     with Meter() as meter:
-        found = Search(lab, meter).run()
-    loads = []
-    for name, best in found.best.items():
-        served: dict[str, Scored | None] = {"best_constant": best, "table": found.table}
-        served |= {"off": found.off, "loaded_0_tokens": found.idle}
-        figures = {
-            which: scored and scored.served[name].to_json(lab.objective)
-            for which, scored in served.items()
-        }
-        fastest = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
-        loads.append({"load": name, "best": fastest, "relative": found.relative[name], **figures})
-    policy = found.table.policy
-    data = {
-        **_about(lab),
-        "objective": kw["objective"],
-        "policy": policy.spelled_out(),
-        "policy_id": policy.id,
-        "label": policy.label(),
-        "simulated": found.simulated,
-        "no_speculation_from": found.stops_at,
-        "steps_beyond_the_recorded_batches": dict(found.beyond),
-        "drafts_not_served": list(lab.unserved),
-        "loads": loads,
-    }
-    return Searched(lab, found, data)
+        search = search_load(store, bench, seed=kw["search_seed"], progress=meter)
+    place = _place_of(store, info)
+    data = search.to_json()
+    if spec is None:
+        why = "predicted alone; --execute proves and publishes"
+        _show_search(search, {**data, "published": None, "reason": why})
+        if not as_json():
+            _say_next(search.trial.policy, place)
+        return
+    tuned, figures = _prove(store, search, spec, place, kw)
+    _show_search(search, {**data, **figures, **tuned.to_json(), "kind": "executed"})
+    if not as_json():
+        _show_proof(search, tuned, place)
 
 
-class Proved(NamedTuple):
-    """What the engine served of a search's finalists, what that proves, and what became of it: the
-    publication, or why there is none."""
-
-    executed: list[Executed]
-    proof: Proof
-    place: Place
-    published: Publication | None
-    reason: str
-
-    @property
-    def texts(self) -> ComparedTexts:
-        """Of all that were executed."""
-        first, *others = (one.texts for one in self.executed)
-        return sum(others, start=first)
-
-    def to_json(self, level: Objective) -> dict[str, Any]:
-        over = self.place.over
-        return {
-            "kind": "executed",
-            "executed": [one.to_json(level) for one in self.executed],
-            "texts": self.texts.to_json(),
-            "incumbent": {
-                "version": over and over.version,
-                "id": self.proof.incumbent.id,
-                "label": self.proof.incumbent.label(),
-            },
-            **self.proof.to_json(),
-            "published": self.published and self.published.told(),
-            "reason": self.reason,
-        }
-
-
-def place_of(store: TraceStore, info: Recording) -> Place:
+def _place_of(store: TraceStore, info: Recording) -> Place:
     """Where a policy for the engine of a recording is put in force: in the deployment that was
     named, else in the engine's own, on the device that was recorded, else on this machine's."""
     from spectune.optimizer.deployment import Place
@@ -222,99 +175,90 @@ def place_of(store: TraceStore, info: Recording) -> Place:
     return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
 
 
-def execute_found(
-    store: TraceStore, searched: Searched, spec: PairSpec, place: Place, kw: dict[str, Any]
-) -> Proved:
-    """Serves what a search found on its engine, beside what is in force, for about --budget;
-    publishes the best where that is proved better, unless --no-publish."""
-    from spectune.optimizer.executed_load import execute_all, finalists, pass_s, passes_of
-    from spectune.optimizer.inputs import in_force
-    from spectune.optimizer.proven_load import proof_of, publish_proven
+def _prove(
+    store: TraceStore, search: LoadSearch, spec: PairSpec, place: Place, kw: dict[str, Any]
+) -> tuple[Tuned, dict[str, Any]]:
+    from dataclasses import replace
+
+    from spectune.engines.start import start
     from spectune.optimizer.schedule.times import parse_duration
+    from spectune.optimizer.tune_load import ProveOptions, prove_load
 
     quiet_transformers()
-    lab, found, data = searched
-    otherwise = "what is to be beaten is no speculation"
-    incumbent, unusable = in_force(place.over, lab.engine.runs, otherwise)
-    those = finalists(found, lab, incumbent)
-    passes, one_s = passes_of(those, float(parse_duration(kw["budget"]))), pass_s(those)
-    note(
-        f"{len(those)} policies under {len(lab.loads)} loads, {passes} times each: about "
-        f"{passes * one_s:.0f} s, and the starts of the engine"
-    )
+
+    def started(wanted: Wanted) -> Running:
+        return start(search.bench.engine.name, spec, replace(wanted, threads=kw["threads"]))
+
     with Meter() as meter:
-        executed = execute_all(lab, spec, those, passes, meter, threads=kw["threads"])
-    proof = proof_of(executed, incumbent, lab.objective)
-    against = proof.against or ("--no-publish" if kw["no_publish"] else "")
-    more = (
-        f"--budget {math.ceil(proof.wants * one_s)}s fits {proof.wants} passes"
-        if proof.against and proof.wants
-        else ""
-    )
-    reason = "; ".join(filter(None, (unusable, str(proof), against, more)))
-    result = Proved(executed, proof, place, None, reason)
-    if against:
-        return result
-    evidence = {**data, **result.to_json(lab.objective)}
-    with kept_unless_stored(lambda: evidence):
-        done = publish_proven(store, lab, proof.winner, place, reason, evidence)
-    if isinstance(done, str):
-        return result._replace(reason=f"{reason}; {done}")
-    return result._replace(published=done)
-
-
-def show_search(searched: Searched, place: Place, proved: Proved | None) -> None:
-    """Prints the map of loads, the table that is best over all of them, what the engine served of
-    it and what is in force, and what to type next."""
-    lab, found, data = searched
-    why = "predicted alone; --execute proves and publishes"
-    level, rows = lab.objective, []
-    for name, best in found.best.items():
-        told = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
-        beside = {"table": f"{100 * found.relative[name]:.1f}%"}
-        beside |= {
-            OFF: _share(found.off, best, name, level),
-            IDLE: _share(found.idle, best, name, level),
-        }
-        rows.append(told | _row(name, best.served[name], level) | beside)
-    _say_costs(lab)
-    _say_beyond(lab, found.beyond)
-    if lab.unserved:
-        note(
-            f"not judged, as no step with them was recorded: {', '.join(lab.unserved)}; "
-            f"{lab.costs.served_by} serves every draft of the pair"
+        options = ProveOptions(
+            budget_s=float(parse_duration(kw["budget"])),
+            publish=not kw["no_publish"],
+            publishing=lambda tuned: kept_unless_stored(tuned.to_json),
+            tell=note,
+            progress=meter,
         )
-    on = (
-        f"best constant by load on {lab.info.engine} (predicted), and beside it the table, a "
-        "server without a draft, and one that drafts 0 tokens"
-    )
-    outcome = {"published": None, "reason": why} if proved is None else proved.to_json(level)
-    emit({**data, **outcome}, table(rows, title=on))
+        bench = replace(search.bench, start=started)
+        return prove_load(store, replace(search, bench=bench), place, options)
+
+
+def _show_search(search: LoadSearch, data: dict[str, Any]) -> None:
+    """Prints the map of loads, and what is best over all of them."""
+    bench, study, trial = search.bench, search.study, search.trial
+    _say_costs(bench)
+    _say_extrapolated(bench, study.extrapolated)
+    if bench.unserved:
+        note(
+            f"not judged, as no step with them was recorded: {', '.join(bench.unserved)}; "
+            f"{bench.costs.served_by} serves every draft of the pair"
+        )
+    shares = {"proposed": trial, OFF: study.off, IDLE: study.idle(trial.policy.draft)}
+    rows = []
+    for name in bench.loads:
+        best = study.best_constant(name)
+        shown = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
+        beside = {column: _share(one, best, name) for column, one in shares.items()}
+        rows.append(shown | _row(name, best.served[name], bench.objective) | beside)
+    emit(data, table(rows, title=f"best constant by load on {bench.info.engine} (predicted)"))
     if as_json():
         return
-    if proved is not None:
-        executed = [_beside(one, name) for name in lab.loads for one in proved.executed]
-        emit(None, table(executed, title="executed beside predicted"))
-        say(f"Beside those recorded: {proved.texts}")
     say(
-        f"\n{found.simulated} policies simulated. Best over these loads together: "
-        f"{found.table.policy.label()}"
+        f"\n{len(study.trials)} policies simulated on {len(bench.parts.search)} texts (study "
+        f"{search.study_id}). Best over these loads together: {server_in_words(trial.policy)}"
     )
-    if found.stops_at is not None:
-        say(f"Not to speculate is best from {found.stops_at} on.")
-    for line in without_a_draft(lab, found, proved is not None):
-        say(line)
-    if proved is not None:
-        say(_concluded(lab, proved))
-    _say_next(found.table.policy if proved is None else proved.proof.winner, proved, place)
+    if study.no_speculation_from is not None:
+        say(f"Not to speculate is best from {study.no_speculation_from} on.")
+    title, served_by = bench.engine.title, bench.costs.served_by
+    if study.off is None:
+        say(f"{OFF}: not measured: restart {title} without the draft, or {served_by} measures it.")
+    if not bench.rules.drafts_after:
+        say(f"{IDLE}: {title} goes without its draft then, as if off.")
+    elif study.idle("") is None:
+        say(f"{IDLE}: not measured: let the server draft 0 tokens, or {served_by} measures it.")
 
 
-def _share(scored: Scored | None, best: Scored, name: str, level: Objective) -> str:
+def _show_proof(search: LoadSearch, tuned: Tuned, place: Place) -> None:
+    """Prints what was executed, and what is in force now."""
+    from spectune.optimizer.report.tables import evidence_table
+    from spectune.optimizer.report.words import closing
+
+    emit(None, lambda: evidence_table(tuned))
+    there = f"--deployment {place.deployment} --device {place.device}"
+    commands = [(to_type(f"report {tuned.study}"), "the page of this tuning")]
+    if tuned.published:
+        look = to_type(f"policies show active {there}"), "the published policy, and its evidence"
+        commands.insert(0, look)
+    where = f"in deployment {place.deployment} on {place.device}"
+    say(closing(tuned.to_json(), where, commands))
+    if tuned.winner.policy.draft == "none" and search.bench.rules.drafts_after:
+        say(
+            f"That was measured on a server without a draft: restart {search.bench.engine.title} "
+            "without it; one that keeps it loaded drafts 0 tokens meanwhile."
+        )
+
+
+def _share(trial: Trial | None, best: Trial, load: str) -> str:
     """How good a policy is predicted to be under a load, as a part of the best constant."""
-    if scored is None:
-        return "not measured"
-    worth = level.worth(scored.served[name]) / level.worth(best.served[name])
-    return f"{100 * worth:.1f}%"
+    return "not measured" if trial is None else f"{100 * trial.worth[load] / best.worth[load]:.1f}%"
 
 
 def server_in_words(policy: Policy) -> str:
@@ -324,114 +268,26 @@ def server_in_words(policy: Policy) -> str:
     return policy.label() if policy.speculates else f"{policy.draft} loaded, 0 tokens"
 
 
-def without_a_draft(lab: UnderLoad, found: Found, executed: bool) -> list[str]:
-    """What is not known of servers that do not speculate, and how to measure it."""
-    lines = []
-    if found.off is None and not executed:
-        lines.append(
-            f"{OFF}: not measured: restart {lab.engine.title} without the draft, or "
-            f"{lab.costs.served_by} measures it on a server of its own."
-        )
-    if found.idle is None and lab.rules.drafts_after:
-        lines.append(
-            f"{IDLE}: not measured: let the server draft 0 tokens for a while, or "
-            f"{lab.costs.served_by} does."
-        )
-    if not lab.rules.drafts_after:
-        lines.append(f"{IDLE}: {lab.engine.title} goes without its draft then, as if off.")
-    return lines
-
-
-def _say_beyond(lab: UnderLoad, beyond: Mapping[str, float]) -> None:
+def _say_extrapolated(bench: EngineBench, shares: Mapping[str, float]) -> None:
     """Warns of loads whose batches the recordings say nothing of: by load, the share of steps."""
-    for name, share in beyond.items():
+    for name, share in shares.items():
         if share >= BEYOND:
             note(
                 f"{name}: {100 * share:.0f}% of its steps are of more or fewer requests than any "
-                f"that was recorded, so its figures are extrapolated; {lab.costs.served_by} serves "
-                "such batches"
+                f"that was recorded, so its figures are extrapolated; {bench.costs.served_by} "
+                "serves such batches"
             )
 
 
-def _concluded(lab: UnderLoad, proved: Proved) -> str:
-    """What is published now, where, and how much better than what."""
-    place, done = proved.place, proved.published
-    where = f"in deployment {place.deployment} for pair {lab.info.pair_id} on {place.device}"
-    if done is not None:
-        return (
-            f"Published {where}: version {done.version}, {done.label} (`policies deployments` "
-            f"shows who applied it). By {lab.objective.kind}, {proved.reason}."
-            f"{_restart(lab, proved.proof.winner)}{_saved(lab, proved)}"
-        )
-    stays = (
-        "nothing is"
-        if place.over is None
-        else f"version {place.over.version}, {place.over.label}, stays"
-    )
-    return f"Nothing is published: {proved.reason}. Published before {where}: {stays}."
-
-
-def _restart(lab: UnderLoad, winner: Policy) -> str:
-    """What a server has to be told that cannot unload its draft."""
-    if winner.draft != "none" or not lab.rules.drafts_after:
-        return ""
-    return (
-        f" That was measured on a server without a draft: restart {lab.engine.title} without it; "
-        "one that keeps it loaded drafts 0 tokens meanwhile."
-    )
-
-
-def _saved(lab: UnderLoad, proved: Proved) -> str:
-    """Machine hours that a million tokens take under each load, of the winner and of what it
-    replaces, as executed."""
-    one, other = (
-        next(e for e in proved.executed if e.policy.id == policy.id)
-        for policy in (proved.proof.winner, proved.proof.incumbent)
-    )
-    hours = "GPU hours" if proved.place.device.startswith("cuda") else "machine hours"
-    said = ", ".join(
-        f"{1e6 / 3600 / one.median(name).tokens_per_s:.2f} instead of "
-        f"{1e6 / 3600 / other.median(name).tokens_per_s:.2f} at {name}"
-        for name in lab.loads
-    )
-    return f" A million tokens take {said} {hours} (medians of {proved.proof.passes} passes)."
-
-
-def _say_next(policy: Policy, proved: Proved | None, place: Place) -> None:
-    """The command that comes next: to look at what was published, or to put in force what was
-    not."""
-    there = f"--deployment {place.deployment} --device {place.device}"
-    if proved is not None and proved.published is not None:
-        what, command = "the published policy, and its evidence", f"policies show active {there}"
-    elif place.over is None or place.over.policy_id != policy.id:
-        gamma = policy.window.model_dump(mode="json")["gamma"]
-        window = {"kind": policy.window.kind, "gamma": gamma}
-        document = json.dumps({"draft": policy.draft, "window": window})
-        named = document if policy.speculates else "autoregressive"
-        what, command = "publishes it", f"policies activate {there} '{named}'"
-    else:
+def _say_next(policy: Policy, place: Place) -> None:
+    """The command that puts in force what is proposed, unless it is."""
+    if place.over is not None and place.over.policy_id == policy.id:
         return
-    say(f"# {what}\n{to_type(command)}")
-
-
-def _beside(one: Executed, name: str) -> dict[str, Any]:
-    """A policy under a load, executed: speeds of all executions, and how far the prediction was off
-    the median's."""
-    measured, each = one.median(name), [s.tokens_per_s for s in one.served[name]]
-    speed, tpot, off = "-", "-", "-"
-    if predicted := one.predicted.get(name):
-        speed, tpot = f"{predicted.tokens_per_s:.1f}", f"{1000 * predicted.mean_tpot_s:.3g}"
-        off = f"{100 * (predicted.tokens_per_s / measured.tokens_per_s - 1):+.1f}%"
-    return {
-        "load": name,
-        "policy": server_in_words(one.policy),
-        "predicted": speed,
-        "tokens/s": f"{measured.tokens_per_s:.1f}",
-        "from-to": f"{min(each):.1f}-{max(each):.1f}",
-        "off": off,
-        "tpot ms": f"{1000 * measured.mean_tpot_s:.3g}",
-        "predicted tpot": tpot,
-    }
+    document = policy.model_dump(mode="json", include={"draft", "window"})
+    named = "autoregressive" if policy.draft == "none" else json.dumps(document)
+    there = f"--deployment {place.deployment} --device {place.device}"
+    command = to_type(f"policies activate {there} '{named}'")
+    say(f"# publishes it\n{command}")
 
 
 def _objective(kw: dict[str, Any]) -> Objective:
@@ -443,23 +299,13 @@ def _objective(kw: dict[str, Any]) -> Objective:
     return Objective(kw["objective"], kw["ttft"], kw["tpot"])
 
 
-def _about(lab: UnderLoad) -> dict[str, Any]:
-    return {
-        "recording": lab.info.id,
-        "engine": lab.info.engine,
-        "kind": "simulated",
-        "max_num_seqs": lab.rules.max_num_seqs,
-        "costs": dict(lab.costs.check),
-    }
-
-
-def _say_costs(lab: UnderLoad) -> None:
-    check = lab.costs.check
+def _say_costs(bench: EngineBench) -> None:
+    check = bench.costs.check
     note(
         f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
         f"the median, {100 * check['total_error']:+.1f}% in all"
     )
-    seats, clients = lab.rules.max_num_seqs, max(load.clients for load in lab.loads.values())
+    seats, clients = bench.rules.max_num_seqs, max(load.clients for load in bench.loads.values())
     if clients > seats:
         note(
             f"the recorded server had {seats} seats (max_num_seqs): of {clients} clients the "
@@ -469,13 +315,13 @@ def _say_costs(lab: UnderLoad) -> None:
 
 def _row(name: str, served: Served, level: Objective) -> dict[str, Any]:
     """The figures of a load for people; times in milliseconds."""
-    told = served.to_json(level)
+    figures = served.to_json(level)
 
     def times(key: str, *which: str) -> str:
-        found, digits = told[key], ".3g" if len(which) == 1 else ".0f"
-        if found is None:
+        values, digits = figures[key], ".3g" if len(which) == 1 else ".0f"
+        if values is None:
             return "-"
-        return "/".join(format(1000 * found[w], digits) for w in which)
+        return "/".join(format(1000 * values[w], digits) for w in which)
 
     row = {
         "load": name,

@@ -1,0 +1,358 @@
+"""An engine under a load as a bench: a unit is a run of every load with some of the texts. It costs
+the inverse of what the objective makes of it, in the geometric mean of the loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from spectune.engines.abilities import Engine, engine_named
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
+from spectune.engines.rules import ServingRules, rules_of
+from spectune.optimizer.bench import PartName, Prediction
+from spectune.optimizer.execute import DecodeOptions, counts_of
+from spectune.optimizer.on_engine import execute
+from spectune.optimizer.parts import Parts, recorded_parts
+from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
+from spectune.optimizer.simulate.serving import Simulated, serve
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.texts import ComparedTexts
+from spectune.runtime.policies.document import FixedWindow, Policy
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Counts, Outcome, RequestOutcome, Tokens, latency_json
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording, Trajectory
+
+UNITS: Final = 8
+"""Most units of a part; each has texts of its own."""
+LEAST_SPREAD: Final = 0.02
+"""A predicted ratio of two policies is taken to be no surer than this."""
+
+
+@dataclass(frozen=True)
+class EngineBench:
+    """What an engine recorded, by which policies are simulated under ``loads``: its ``rules``, what
+    its steps cost, its texts, from their second token on, and their ``parts``. Each load serves
+    ``count`` requests, or as many as arrive, from the first text again where there are fewer.
+    ``unserved``: drafts of the pair with which no step was recorded. ``start`` starts a server;
+    without it policies are only predicted."""
+
+    info: Recording
+    engine: Engine
+    rules: ServingRules
+    costs: ServedCosts
+    trace: ReplayTrace
+    parts: Parts
+    loads: Mapping[str, Load]
+    objective: Objective
+    count: int
+    unserved: tuple[str, ...] = ()
+    start: Callable[[Wanted], Running] | None = None
+
+    by_size = False
+    block = 1
+    unit = "runs"
+
+    @cached_property
+    def spread(self) -> float:
+        return max(LEAST_SPREAD, float(self.costs.check["median_error"]))
+
+    def server_draft(self, policy: Policy) -> str:
+        """The draft that the server of a policy has loaded, "" for none. An engine that decides on
+        a draft at the beginning of a step goes without it at 0 tokens."""
+        drafts = policy.speculates or (policy.draft != "none" and self.rules.drafts_after)
+        return policy.draft if drafts else ""
+
+    def group(self, policy: Policy) -> str:
+        return self.server_draft(policy)
+
+    def texts(self, part: PartName, unit: int) -> list[int]:
+        """The numbers of a unit's texts. Those searched on are one unit."""
+        numbers = list(getattr(self.parts, part))
+        return numbers if part == "search" else numbers[unit :: self.units(part)]
+
+    def units(self, part: PartName) -> int:
+        return 1 if part == "search" else min(UNITS, len(getattr(self.parts, part)))
+
+    @cached_property
+    def recorded(self) -> list[Trajectory]:
+        """The texts, whole."""
+        return [_with_first_token(text) for text in self.trace.trajectories]
+
+    @cached_property
+    def _traces(self) -> dict[str, list[ReplayTrace]]:
+        names: tuple[PartName, ...] = ("search", "race", "confirm")
+        return {
+            part: [self.trace.select(self.texts(part, n)) for n in range(self.units(part))]
+            for part in names
+        }
+
+    @property
+    def search_trace(self) -> ReplayTrace:
+        """The texts that are searched on."""
+        return self._traces["search"][0]
+
+    def simulate(self, policy: Policy, load: Load, trace: ReplayTrace | None = None) -> Simulated:
+        """A policy under a load on some of the texts (None: on all). Raises PolicyError where the
+        engine cannot run it, or where too little was served to know what it costs."""
+        gammas = self.engine.gammas(
+            policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=self.rules.max_num_seqs
+        )
+        return serve(
+            self.trace if trace is None else trace,
+            policy.draft,
+            gammas,
+            load,
+            self.rules,
+            self.costs.of(self.server_draft(policy), gammas[1:]),
+            count=self.count,
+        )
+
+    def simulate_loads(self, policy: Policy, trace: ReplayTrace) -> dict[str, Simulated]:
+        """A policy under each load, by name."""
+        return {name: self.simulate(policy, load, trace) for name, load in self.loads.items()}
+
+    def predict(self, policy: Policy, part: PartName) -> Prediction:
+        """``speed`` is the geometric mean of what the objective makes of the loads."""
+        units = [self.simulate_loads(policy, trace) for trace in self._traces[part]]
+        costs = np.array([self.cost([s.served for s in unit.values()]) for unit in units])
+        speed = float(self._scale / np.exp(np.log(costs).mean()))
+        runs = [run_of(name, one) for unit in units for name, one in unit.items()]
+        return Prediction(costs, speed, outcome_of(policy, "replayed", runs))
+
+    def cost(self, served: Iterable[Served]) -> float:
+        """What a run costs: the inverse of the mean worth of its loads, so scaled that it is about
+        the seconds that the run takes."""
+        return float(
+            self._scale * np.exp(-np.mean([np.log(self.objective.worth(s)) for s in served]))
+        )
+
+    @cached_property
+    def _scale(self) -> float:
+        """The seconds of one policy's run over the inverse of its worth."""
+        draft, (_, most) = next(iter(self.costs.passes.items()))
+        policy = constant(draft, most) if draft else Policy()
+        runs = [s.served for s in self.simulate_loads(policy, self.trace).values()]
+        worth = np.exp(np.mean([np.log(self.objective.worth(served)) for served in runs]))
+        return float(worth * sum(served.seconds for served in runs))
+
+    @contextmanager
+    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[EngineExecution]:
+        execution = EngineExecution(self, {p.id: p for p in policies}, part)
+        with closing(execution):
+            yield execution
+
+
+@dataclass
+class EngineExecution:
+    """Serves the texts of a part under policies. A server runs until a policy needs another."""
+
+    bench: EngineBench
+    policies: Mapping[str, Policy]
+    part: PartName
+    texts: ComparedTexts = field(
+        default_factory=lambda: ComparedTexts(0, 0, "", batch="under the same load")
+    )
+    _servers: dict[str, Running] = field(default_factory=dict)
+    """The one that runs, by its draft; none before the first."""
+    _runs: dict[str, list[Run]] = field(default_factory=dict)
+    _plain: dict[tuple[str, int, str], Any] = field(default_factory=dict)
+    """The tokens that autoregression gave first, by load, unit and request."""
+
+    def close(self) -> None:
+        while self._servers:
+            self._servers.popitem()[1].close()
+
+    def __call__(self, policy_id: str, unit: int) -> float:
+        """Raises EngineError where the engine fails, PairError where it cannot load the draft."""
+        bench, policy = self.bench, self.policies[policy_id]
+        texts = [bench.recorded[n] for n in bench.texts(self.part, unit)]
+        options = DecodeOptions(bench.info.sampling, max(t.max_new_tokens for t in texts))
+        served = {}
+        for name, load in bench.loads.items():
+            prompts = numbered(map(_prompt, texts), len(load.arrivals) or bench.count)
+            running = self._server(policy)
+            answered = list(execute(running, prompts, policy, load, options))
+            served[name] = served_of(answered)
+            counts = sum((counts_of(a.steps, 0.0) for a in answered), Counts())
+            self._runs.setdefault(policy_id, []).append(Run(name, served[name], counts))
+            if options.sampling.greedy:
+                self._compare(policy, (name, unit), answered, texts, running.runs_on["dtype"])
+        return bench.cost(served.values())
+
+    def _server(self, policy: Policy) -> Running:
+        draft, bench = self.bench.server_draft(policy) or "none", self.bench
+        if draft not in self._servers:
+            assert bench.start is not None
+            self.close()
+            same = [p for p in self.policies.values() if bench.group(p) == bench.group(policy)]
+            longest = max(len(t.prompt_ids) + t.max_new_tokens for t in bench.recorded)
+            most = max(1, *(p.gamma_max for p in same))
+            wanted = Wanted(draft, most, bench.rules.max_num_seqs, longest)
+            self._servers[draft] = bench.start(wanted)
+        return self._servers[draft]
+
+    def _compare(
+        self,
+        policy: Policy,
+        place: tuple[str, int],
+        answered: Sequence[Answered],
+        recorded: Sequence[Trajectory],
+        dtype: str,
+    ) -> None:
+        """Counts texts beside those recorded; autoregression's also beside its first here."""
+        differ = repeats_differ = repeats = 0
+        for request in answered:
+            name, tokens = request.trajectory.request_id, request.trajectory.output_ids
+            differ += not np.array_equal(tokens, recorded[int(name) % len(recorded)].output_ids)
+            if not policy.speculates:
+                first = self._plain.setdefault((*place, name), tokens)
+                repeats += first is not tokens
+                repeats_differ += not np.array_equal(tokens, first)
+        more = ComparedTexts(differ, len(answered), dtype, repeats_differ, repeats)
+        self.texts = replace(self.texts + more, dtype=dtype)
+
+    def outcome(self, policy_id: str, costs: FloatArray) -> Outcome:
+        return outcome_of(self.policies[policy_id], "executed", self._runs[policy_id])
+
+
+class Run(NamedTuple):
+    """A load, by name, as it was served or simulated."""
+
+    load: str
+    served: Served
+    counts: Counts
+
+    @property
+    def waits(self) -> list[tuple[float, float, int]]:
+        """Of each request the seconds to its first token and to its last, and its tokens."""
+        served = self.served
+        columns = served.ttft_s, served.finished_s - served.arrived_s, served.tokens
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@dataclass(frozen=True)
+class LoadOutcome(Outcome):
+    """An outcome whose rows are ``runs``, each in the category of its load."""
+
+    runs: tuple[Run, ...] = ()
+
+    def outcome(self) -> Outcome:
+        return self
+
+    def latency(self) -> dict[str, Any] | None:
+        return latency_json([wait for run in self.runs for wait in run.waits])
+
+    def loads(self, objective: Objective) -> dict[str, dict[str, Any]]:
+        """Figures by load; times in seconds."""
+        rows = {}
+        for name, counts in self.by_category.items():
+            runs = [run for run in self.runs if run.load == name]
+            rows[name] = {
+                "tokens_per_s": counts.tokens_per_s,
+                "each_tokens_per_s": [run.served.tokens_per_s for run in runs],
+                "goodput_requests_per_s": float(
+                    np.mean([r.served.goodput(objective) for r in runs])
+                ),
+                **(latency_json([wait for run in runs for wait in run.waits]) or {}),
+            }
+        return rows
+
+
+def outcome_of(
+    policy: Policy, kind: Literal["replayed", "executed"], runs: Sequence[Run]
+) -> LoadOutcome:
+    """What runs under loads came to; the seconds are those of the clock."""
+    rows = [
+        RequestOutcome(f"run {n}", run.load, replace(run.counts, seconds=run.served.seconds))
+        for n, run in enumerate(runs)
+    ]
+    return LoadOutcome(policy.label(), kind, tuple(rows), tuple(runs))
+
+
+def run_of(load: str, simulated: Simulated) -> Run:
+    """A simulated run."""
+    served, (rounds, accepted, drafted) = simulated.served, simulated.counts.sum(0).tolist()
+    requests = len(served.tokens)
+    return Run(
+        load,
+        served,
+        Counts(
+            requests=requests,
+            rounds=rounds + requests,
+            emitted_tokens=int(served.tokens.sum()),
+            accepted_tokens=accepted,
+            drafted_tokens=drafted,
+            draft_steps=drafted,
+            verified_tokens=drafted + rounds + requests,
+        ),
+    )
+
+
+def served_of(answered: Sequence[Answered]) -> Served:
+    """What was executed, as a simulation has it."""
+    return Served(
+        np.array([a.arrived_s for a in answered]),
+        np.array([a.first_token_s for a in answered]),
+        np.array([a.finished_s for a in answered]),
+        np.array([len(a.trajectory.output_ids) for a in answered], dtype=np.int64),
+    )
+
+
+def _prompt(text: Trajectory) -> Prompt:
+    """A recorded text's request. One that a stop string or its client ended is to end where it
+    did."""
+    most = len(text.output_ids) if text.finish == "stop" else text.max_new_tokens
+    return Prompt("", text.category, tuple(text.prompt_ids.tolist()), most)
+
+
+def _with_first_token(text: Trajectory) -> Trajectory:
+    """A text of the trace with its first token, which the trace counts to the prompt."""
+    prompt, first = text.prompt_ids[:-1], text.prompt_ids[-1:]
+    tokens = Tokens(prompt, np.concatenate((first, text.output_ids)))
+    return replace(text, tokens=tokens, max_new_tokens=text.max_new_tokens + 1)
+
+
+def engine_bench(
+    store: TraceStore,
+    info: Recording,
+    policies: Sequence[Policy],
+    arrivals: str,
+    objective: Objective,
+    *,
+    limit: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> EngineBench:
+    """The bench of an engine's recording, for policies, or where there are none for those of every
+    draft that the engine had loaded, under the loads that ``arrivals`` names; ``tell`` is told how
+    a file of arrivals was read. Raises as :func:`open_trace`, :func:`loads_of` and
+    :func:`costs_of_engine` do."""
+    engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
+    for policy in policies:
+        engine.runs(policy)
+    costs = costs_of_engine(store, info)
+    replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
+    opened = open_trace(store, info.id, replayed)
+    trace, requests = opened.trace, list[RecordedRequest]()
+    parts = recorded_parts(store, info.id, opened.ordinals)
+    if arrivals.partition("@")[0] == "recorded":
+        requests += store.load(info.id, (), steps=True, ordinals=opened.ordinals).requests
+        # They are stored in the order in which they ended.
+        trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
+    count = limit or len(trace.order)
+    loads = loads_of(arrivals, requests, count, limit, tell=tell)
+    drafts = store.get_pair(info.pair_id).document.get("drafts", {})
+    unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
+    return EngineBench(info, engine, rules, costs, trace, parts, loads, objective, count, unserved)
+
+
+def constant(draft: str, gamma: int) -> Policy:
+    return Policy(draft=draft, window=FixedWindow(gamma=gamma))

@@ -1,0 +1,216 @@
+"""The search under load: draft tokens by batch size, in simulation.
+
+Every constant number of tokens of every draft is simulated, and no draft. A table says so many
+tokens for each doubled batch size (1, 2, 4 and so on); its integers are searched by TPE, seeded
+with the constants and with what is best for a step of each size alone. Of what loses no more than a
+tie to the best, no draft is proposed, else a constant, else the table of fewest entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any, Final
+
+import numpy as np
+import optuna
+
+from spectune.optimizer.bench.engine import EngineBench, constant
+from spectune.optimizer.simulate.load import Served
+from spectune.optimizer.simulate.step_costs import step_seconds
+from spectune.optimizer.timings import TIE
+from spectune.runtime.policies.document import ByBatchWindow, Policy
+from spectune.runtime.progress import Progress, silent
+from spectune.traces.errors import PolicyError
+
+TRIALS: Final = 300
+"""Tables of a draft that are tried."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A policy as simulated on the texts that are searched on: what was ``served`` of each load,
+    and how good each is by the objective (``worth``)."""
+
+    policy: Policy
+    served: Mapping[str, Served]
+    worth: Mapping[str, float]
+    largest_batch: int
+    tokens_per_round: float
+
+    @property
+    def value(self) -> float:
+        """The geometric mean over the loads."""
+        return float(np.exp(np.mean(np.log(list(self.worth.values())))))
+
+    def to_json(self) -> dict[str, Any]:
+        policy = {"policy": self.policy.spelled_out(), "id": self.policy.id}
+        return {**policy, "value": self.value, "worth": dict(self.worth)}
+
+    def within_a_tie(self, best: Trial) -> bool:
+        """Whether it loses no more than a tie under any load."""
+        return all(worth >= best.worth[name] * (1 - TIE) for name, worth in self.worth.items())
+
+
+@dataclass
+class LoadStudy:
+    """The trials of a search, by policy id; see :meth:`run`."""
+
+    bench: EngineBench
+    num_trials: int = TRIALS
+    seed: int = 0
+    progress: Progress = silent
+    trials: dict[str, Trial] = field(default_factory=dict)
+    constants: list[Trial] = field(default_factory=list)
+    """Every constant number of tokens of every draft, and no draft, whose steps were recorded."""
+    extrapolated: dict[str, float] = field(default_factory=dict)
+    """By load the largest share of a policy's steps that are of more or fewer requests than were
+    recorded."""
+
+    def run(self) -> Trial:
+        """The policy to propose. Raises PolicyError where no steps with a draft were recorded: no
+        draft can be judged."""
+        policies = list(self._constants())
+        if not any(policy.speculates for policy in policies):
+            served_by = self.bench.costs.served_by
+            raise PolicyError(
+                "no steps that draft were recorded, so no draft can be judged; serve with a draft "
+                f"for a while, or have {served_by} serve every draft of the pair"
+            )
+        for n, policy in enumerate(policies, 1):
+            self.constants.append(self.trial(policy))
+            self.progress("constants", n, len(policies))
+        if self.bench.engine.by_batch:
+            for draft in dict.fromkeys(p.draft for p in policies if p.speculates):
+                self._search_tables(draft)
+        return self._simplest(max(self.trials.values(), key=lambda trial: trial.value))
+
+    def trial(self, policy: Policy) -> Trial:
+        """A policy simulated on the texts that are searched on; remembered."""
+        if policy.id not in self.trials:
+            bench = self.bench
+            simulated = bench.simulate_loads(policy, bench.search_trace)
+            for name, one in simulated.items():
+                share = bench.costs.beyond(bench.server_draft(policy), one.batches)
+                self.extrapolated[name] = max(share, self.extrapolated.get(name, 0.0))
+            served = {name: one.served for name, one in simulated.items()}
+            rounds, accepted, _ = sum(one.counts.sum(0) for one in simulated.values())
+            self.trials[policy.id] = Trial(
+                policy,
+                served,
+                {name: bench.objective.worth(one) for name, one in served.items()},
+                max(int(one.batches.max(initial=1)) for one in simulated.values()),
+                1 + float(accepted / max(1, rounds)),
+            )
+        return self.trials[policy.id]
+
+    def best_constant(self, load: str) -> Trial:
+        """The best constant of a load; of equal ones the first, which drafts least."""
+        return max(self.constants, key=lambda trial: float(f"{trial.worth[load]:.4g}"))
+
+    @property
+    def off(self) -> Trial | None:
+        """A server without a draft; None where no steps of one were recorded."""
+        return next((t for t in self.constants if t.policy.draft == "none"), None)
+
+    def idle(self, draft: str) -> Trial | None:
+        """A server that has a draft loaded and drafts 0 tokens: this draft, else any. None where
+        none was recorded, or the engine goes without its draft then."""
+        idle = [t for t in self.constants if t.policy.draft != "none" and not t.policy.speculates]
+        return next((t for t in idle if t.policy.draft == draft), next(iter(idle), None))
+
+    @property
+    def no_speculation_from(self) -> str | None:
+        """The first load from which on not to speculate is best; None where there is none."""
+        first = None
+        for name in self.bench.loads:
+            speculates = self.best_constant(name).policy.speculates
+            first = None if speculates else (first or name)
+        return first
+
+    def _constants(self) -> Iterator[Policy]:
+        passes, least_of_all = self.bench.costs.passes, 0 if self.bench.rules.drafts_after else 1
+        if "" in passes:
+            yield Policy()
+        for draft, (least, most) in passes.items():
+            if draft:
+                for gamma in range(max(least_of_all, least), most + 1):
+                    yield constant(draft, gamma)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The batch sizes that a table has entries for: those that occur under the loads."""
+        largest = max(trial.largest_batch for trial in self.constants)
+        return [1 << n for n in range(min(largest, self.bench.rules.max_num_seqs).bit_length())]
+
+    def _search_tables(self, draft: str) -> None:
+        sizes, (least, most) = self._sizes, self.bench.costs.passes[draft]
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=0)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        space = {str(size): optuna.distributions.IntDistribution(least, most) for size in sizes}
+        for trial in self.constants:
+            if trial.policy.draft == draft:
+                params, value = dict.fromkeys(space, trial.policy.gamma_max), np.log(trial.value)
+                study.add_trial(
+                    optuna.trial.create_trial(params=params, distributions=space, value=value)
+                )
+        study.enqueue_trial(dict(zip(space, self._best_alone(draft, sizes), strict=True)))
+        for n in range(self.num_trials):
+            asked = study.ask(space)
+            gammas = [asked.params[name] for name in space]
+            study.tell(asked, float(np.log(self.trial(by_batch(draft, sizes, gammas)).value)))
+            self.progress(f"{draft} by batch", n + 1, self.num_trials)
+
+    def _best_alone(self, draft: str, sizes: Sequence[int]) -> list[int]:
+        """By size the number of tokens with which a step of so many requests emits fastest."""
+        trace, tried = self.bench.trace, [t for t in self.constants if t.policy.draft == draft]
+        costs = self.bench.costs.of(draft, [trial.policy.gamma_max for trial in tried])
+        context = float(np.mean(trace.prompts + np.diff(trace.offsets) / 2))
+
+        def per_token_s(trial: Trial, size: int) -> float:
+            gamma = trial.policy.gamma_max
+            step_s = step_seconds(costs, size * (1 + gamma), 0, size, size * context, gamma)
+            return step_s / trial.tokens_per_round
+
+        return [
+            min(tried, key=lambda t, size=size: per_token_s(t, size)).policy.gamma_max  # type: ignore[misc]
+            for size in sizes
+        ]
+
+    def _simplest(self, best: Trial) -> Trial:
+        """Of those within a tie of the best: no draft, else a constant, else the table of fewest
+        entries. Costs of single steps are not known better than a tie."""
+        tied = [trial for trial in self.constants if trial.within_a_tie(best)]
+        plain = [trial for trial in tied if not trial.policy.speculates]
+        if tied:
+            return max(plain or tied, key=lambda trial: trial.value)
+        simplest = best
+        while isinstance(simplest.policy.window, ByBatchWindow):
+            fewer = [self.trial(policy) for policy in self._merged(simplest.policy)]
+            near = [trial for trial in fewer if trial.within_a_tie(best)]
+            if not near:
+                break
+            simplest = max(near, key=lambda trial: trial.value)
+        return simplest
+
+    def _merged(self, policy: Policy) -> Iterator[Policy]:
+        """The tables of one entry less: each entry in the place of a neighbour."""
+        window, sizes = policy.window, self._sizes
+        assert isinstance(window, ByBatchWindow)
+        runs = [list(run) for _, run in groupby(sizes, window.at)]
+        for one, other in pairwise(runs):
+            for replaced, by in ((one, other), (other, one)):
+                gammas = [window.at(by[0] if size in replaced else size) for size in sizes]
+                yield by_batch(policy.draft, sizes, gammas)
+
+
+def by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy:
+    """A table in as few entries as say it."""
+    runs = groupby(zip(sizes, gammas, strict=True), key=lambda entry: entry[1])
+    table = {str(next(run)[0]): gamma for gamma, run in runs}
+    if len(table) == 1:
+        return constant(draft, gammas[0])
+    window: dict[str, Any] = {"kind": "by_batch", "gamma": table}
+    return Policy(draft=draft, window=ByBatchWindow.model_validate(window))

@@ -1,0 +1,243 @@
+"""Tuning under a load: search in simulation, race, confirm on texts held out, publish. All but the
+search is as the native decoder's tuning does it (:mod:`optimizer.prove`), on an
+:class:`optimizer.bench.engine.EngineBench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from spectune.optimizer.bench.engine import EngineBench, LoadOutcome
+from spectune.optimizer.confirm import check_sample_size
+from spectune.optimizer.deployment import Place, Superseded, publish_winner, tuned_for
+from spectune.optimizer.inputs import in_force
+from spectune.optimizer.load_search import LoadStudy, Trial
+from spectune.optimizer.profiles import common_factor
+from spectune.optimizer.prove import Raced, confirm_winner, run_race
+from spectune.optimizer.report.evidence import evidence_document
+from spectune.optimizer.report.words import EVIDENCE, sampling_in_words
+from spectune.optimizer.verdict import Tuned, decide
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.progress import Progress, silent
+from spectune.traces.store import TraceStore
+
+
+@dataclass(frozen=True)
+class LoadSearch:
+    """What a search under load proposes (``trial``), its ``study`` and the id that it is stored
+    under."""
+
+    bench: EngineBench
+    study: LoadStudy
+    trial: Trial
+    study_id: str
+
+    def to_json(self) -> dict[str, Any]:
+        bench, study, objective = self.bench, self.study, self.bench.objective
+        policy, loads = self.trial.policy, []
+        shown = {"table": self.trial, "off": study.off, "loaded_0_tokens": study.idle(policy.draft)}
+        for name in bench.loads:
+            best = study.best_constant(name)
+            figures = {
+                key: trial and trial.served[name].to_json(objective)
+                for key, trial in {"best_constant": best, **shown}.items()
+            }
+            constant = {"draft": best.policy.draft, "gamma": best.policy.gamma_max}
+            relative = self.trial.worth[name] / best.worth[name]
+            loads.append({"load": name, "best": constant, "relative": relative, **figures})
+        return {
+            **about_bench(bench),
+            "objective": objective.kind,
+            "policy": policy.spelled_out(),
+            "policy_id": policy.id,
+            "label": policy.label(),
+            "study": self.study_id,
+            "simulated": len(study.trials),
+            "search_requests": len(bench.parts.search),
+            "no_speculation_from": study.no_speculation_from,
+            "steps_beyond_the_recorded_batches": {k: v for k, v in study.extrapolated.items() if v},
+            "drafts_not_served": list(bench.unserved),
+            "loads": loads,
+        }
+
+
+def about_bench(bench: EngineBench) -> dict[str, Any]:
+    return {
+        "recording": bench.info.id,
+        "engine": bench.engine.name,
+        "kind": "simulated",
+        "max_num_seqs": bench.rules.max_num_seqs,
+        "costs": dict(bench.costs.check),
+    }
+
+
+def search_load(
+    store: TraceStore, bench: EngineBench, *, seed: int = 0, progress: Progress = silent
+) -> LoadSearch:
+    """Searches draft tokens by batch size, and stores the study. Raises PolicyError where no step
+    that drafts was recorded."""
+    study = LoadStudy(bench, seed=seed, progress=progress)
+    trial = study.run()
+    ranked = sorted(study.trials.values(), key=lambda one: -one.value)
+    document = {
+        "recording": bench.info.id,
+        "engine": bench.engine.name,
+        "load": list(bench.loads),
+        "objective": bench.objective.kind,
+        "requests": list(bench.parts.search),
+        "trials": len(ranked),
+        "proposed": trial.policy.label(),
+    }
+    study_id = store.put_study(
+        bench.info.pair_id,
+        sampler="TPE",
+        seed=seed,
+        document=document,
+        trials=[one.to_json() for one in ranked],
+        recording_id=bench.info.id,
+    )
+    return LoadSearch(bench, study, trial, study_id)
+
+
+@dataclass(frozen=True)
+class ProveOptions:
+    """How what a search under load proposes is proved and published: as
+    :class:`optimizer.tune.TuneOptions` has it."""
+
+    budget_s: float = 80.0
+    publish: bool = True
+    actor: str = "tune"
+    idempotency_key: str | None = None
+    guard: Callable[[Session], None] | None = None
+    publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
+    tell: Callable[[str], None] = lambda line: None
+    progress: Progress = field(default=silent)
+
+
+def roles_of(search: LoadSearch, incumbent: Policy) -> dict[str, Policy]:
+    """Who is executed, by role: what the search proposes, the best constant of each load, a server
+    without a draft, one that has the draft loaded and drafts 0 tokens, and what is in force."""
+    best = [search.study.best_constant(name).policy for name in search.bench.loads]
+    policies = {policy.id: policy for policy in (search.trial.policy, *best)}
+    roles = {f"finalist {n}": policy for n, policy in enumerate(policies.values(), 1)}
+    idle = search.study.idle(search.trial.policy.draft)
+    roles |= {"draft loaded, 0 tokens": idle.policy} if idle else {}
+    return {"incumbent": incumbent, "autoregressive": AUTOREGRESSIVE, **roles}
+
+
+def prove_load(
+    store: TraceStore, search: LoadSearch, place: Place, options: ProveOptions
+) -> tuple[Tuned, dict[str, Any]]:
+    """Executes what a search proposes beside the best constants, no speculation and what is in
+    force, within about the budget, and publishes what is confirmed to be better than that on texts
+    that neither search nor race has used. Also returns the figures by load of each candidate.
+
+    Raises TraceError where there are too few texts, PairError or EngineError where the engine
+    cannot start, EngineError where it fails."""
+    bench, info = search.bench, search.bench.info
+    categories = [text.category for text in bench.trace.trajectories]
+    check_sample_size(categories, publish=options.publish, parts=bench.parts)
+    otherwise = "no speculation is the incumbent"
+    incumbent, unusable = in_force(place.over, bench.engine.runs, otherwise)
+    how: dict[str, Any] = {"tell": options.tell, "progress": options.progress}
+    budget_s = options.budget_s
+    raced = run_race(bench, roles_of(search, incumbent), incumbent, budget_s=budget_s, **how)
+    confirmed, texts = confirm_winner(bench, raced, budget_s=budget_s, **how)
+    published_before = place.over is not None and not unusable
+    decision = decide(
+        raced.winner,
+        raced.incumbent,
+        confirmed,
+        in_force=published_before,
+        publish=options.publish,
+    )
+    tuned = Tuned(
+        winner=decision.candidate,
+        incumbent=raced.incumbent,
+        candidates=raced.candidates,
+        recording=info.id,
+        profile="",
+        study=search.study_id,
+        texts=texts,
+        test_requests=max(len(c.executed.per_request) for c in raced.candidates),
+        search_requests=len(bench.parts.search),
+        trials=len(search.study.trials),
+        reason="; ".join(filter(None, (unusable, decision.reason))),
+        published=None,
+        confirmed=confirmed,
+        common_factor=common_factor(raced.race.timings),
+    )
+    figures = by_load(bench, raced)
+    text = bench.trace.trajectories[0]
+    with options.publishing(tuned):
+        if decision.may_publish:
+            made = publish_winner(
+                store,
+                info.pair_id,
+                place,
+                decision.candidate.policy,
+                actor=options.actor,
+                sampling=tuned_for(info.sampling, text.verifier),
+                evidence={**tuned.to_json(), "loads": figures},
+                reason=tuned.reason,
+                idempotency_key=options.idempotency_key,
+                guard=options.guard,
+            )
+            if isinstance(made, Superseded):
+                tuned = replace(tuned, reason=str(made), superseded_by=made.version)
+            else:
+                tuned = replace(tuned, published=made)
+        _store_runs(store, bench, raced, place, tuned)
+    return tuned, {"executed": figures}
+
+
+def by_load(bench: EngineBench, raced: Raced) -> list[dict[str, Any]]:
+    """Of each candidate what was predicted and measured of each load in the race."""
+    rows = []
+    for candidate in {c.policy.id: c for c in raced.candidates}.values():
+        executed, predicted = candidate.executed, candidate.predicted
+        assert isinstance(executed, LoadOutcome)
+        known = predicted.loads(bench.objective) if isinstance(predicted, LoadOutcome) else {}
+        loads = [
+            {"load": name, "predicted": known.get(name), "measured": measured}
+            for name, measured in executed.loads(bench.objective).items()
+        ]
+        policy = candidate.policy
+        rows.append({"policy_id": policy.id, "label": policy.label(), "loads": loads})
+    return rows
+
+
+def _store_runs(
+    store: TraceStore, bench: EngineBench, raced: Raced, place: Place, tuned: Tuned
+) -> None:
+    """Stores each candidate's runs, and what the page of the study draws."""
+    info, text = bench.info, bench.trace.trajectories[0]
+    dtype, load = str(info.options.get("dtype", "")), ", ".join(bench.loads)
+    for candidate in {c.policy.id: c for c in raced.candidates}.values():
+        policy = candidate.policy
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+        store.put_run(
+            info.pair_id,
+            policy.id,
+            candidate.executed,
+            device=place.device,
+            dtype=dtype,
+            purpose=f"tune {tuned.study} under {load}",
+        )
+    about = {
+        "pair": f"{store.get_pair(info.pair_id).name} ({info.pair_id})",
+        "device": place.device,
+        "dtype": dtype,
+        "engine": f"{bench.engine.title} {info.options.get('engine_version', '')}".strip(),
+        "load": load,
+        "objective": bench.objective.kind,
+        "deployment": place.deployment,
+        "sampling": sampling_in_words(text.sampling),
+    }
+    evidence = evidence_document(tuned, {"rounds": []}, about)
+    about_study = {"study": tuned.study}
+    store.put_artifact(EVIDENCE, evidence, pair_id=info.pair_id, provenance=about_study)

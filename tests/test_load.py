@@ -1,0 +1,295 @@
+"""Tuning under a load, by command: search in simulation, race and confirmation on an engine,
+publication, the stored study and its page."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytest
+from databases import opened
+from doors import Door
+from served_traces import (
+    RULES,
+    record_server,
+    recorded,
+    simulated,
+    tables,
+    trace_of,
+    window,
+)
+from sqlalchemy import select
+
+from spectune.engines.abilities import VLLM
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.optimizer.bench.engine import EngineBench, engine_bench
+from spectune.optimizer.load_search import LoadStudy
+from spectune.optimizer.python import simulate
+from spectune.optimizer.simulate.load import Objective, Served
+from spectune.optimizer.simulate.serving import Simulated
+from spectune.optimizer.timings import TIE
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.errors import EngineError
+from spectune.traces.tables import Run
+
+BY_BATCH = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
+TUNE = "tune --engine vllm --arrivals"
+
+
+@pytest.fixture(scope="module")
+def recorded_server(tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = str(tmp_path_factory.mktemp("server") / "traffic.db")
+    record_server(url)
+    return url
+
+
+@pytest.fixture
+def server(recorded_server: str, tmp_path: Path) -> Door:
+    shutil.copy(recorded_server, tmp_path / "traffic.db")
+    return Door(str(tmp_path / "traffic.db"))
+
+
+def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Path) -> None:
+    asked = ("simulate", "--policy", BY_BATCH)
+    told = server.json(*asked, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
+    alone, crowded = told["loads"]
+    assert [one["load"] for one in (alone, crowded)] == ["clients:1", "clients:8"]
+    assert (alone["mean_batch"], told["engine"], told["max_num_seqs"]) == (1.0, "vllm", 8)
+    assert crowded["tokens_per_s"] > alone["tokens_per_s"]
+    assert told["costs"]["median_error"] < 0.05
+    again = server.json(*asked, "--arrivals", "poisson:40", "--limit", "500")
+    assert again["loads"][0]["requests"] == 500
+    file = tmp_path / "trace.csv"
+    file.write_text("TIMESTAMP\n1\n41\n")
+    assert "2 arrivals in 40 s" in server.call(*asked, "--arrivals", file, "--tpot", "40ms").stderr
+    said = server.call(*asked, "--arrivals", "clients:12").stderr
+    assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in said
+    fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).model_dump_json()
+    for wanted, more, said in (
+        (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
+        (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
+        (BY_BATCH, "--arrivals poisson:-1", "no number above 0"),
+        (BY_BATCH, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
+        (BY_BATCH, "--arrivals clients:2 --tpot 40", "write for example 500ms"),
+    ):
+        assert said in server.error("simulate", "--policy", wanted, *more.split())
+
+
+def test_drafts_that_no_server_ran_are_not_judged(tmp_path: Path) -> None:
+    """`record --engine` serves without a draft: nothing then says what one costs."""
+    url = str(tmp_path / "plain.db")
+    record_server(url, gammas=(), engine="openvino")
+    door = Door(url)
+    said = door.error("tune", "--engine", "openvino", "--arrivals", "clients:1,8")
+    assert "no steps that draft were recorded, so no draft can be judged" in said
+    told = door.call("simulate", "--policy", "autoregressive", "--arrivals", "clients:1,8").stderr
+    assert "clients:1: 100% of its steps are of more or fewer requests" in " ".join(told.split())
+
+
+def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
+    told = server.json(*TUNE.split(), "clients:1,3,8")
+    assert [load["off"] for load in told["loads"]] == [None] * 3
+    assert all(load["loaded_0_tokens"]["tokens_per_s"] > 0 for load in told["loads"])
+    assert "medium" in told["drafts_not_served"]
+    shares = [load["relative"] for load in told["loads"]]
+    assert sum(shares) >= 3 * (1 - TIE)
+    with opened(server.db) as store:
+        study = store.get_study(told["study"])
+    assert study.n_trials == told["simulated"] > 7
+    assert study.document["load"] == ["clients:1", "clients:3", "clients:8"]
+    last = server.call(*TUNE.split(), "clients:1,8", "--limit", "40")
+    shown = " ".join(last.output.split())
+    assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
+    what, command = last.stdout.splitlines()[-2:]
+    assert what == "# publishes it"
+    words = shlex.split(command)
+    assert server.json(*words[words.index("policies") :])["version"] == 1
+
+
+def test_options_that_say_nothing_of_a_load_are_refused(server: Door, tiny_pair: Path) -> None:
+    for more, said in (
+        ("--objective goodput", "needs --ttft or --tpot"),
+        ("--quick", "--quick says nothing of a load"),
+        ("--threads 1", "are for --execute"),
+        (f"--pair {tiny_pair}", "was made with pair"),
+    ):
+        assert said in server.refused(*TUNE.split(), "clients:1", *more.split())
+    assert "say --arrivals too" in server.refused("tune", "--objective", "tpot")
+
+
+@pytest.mark.parametrize(
+    ("best", "near", "table"),
+    [
+        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.005, (2, 2): 0.005}, {1: 4, 4: 1}),
+        ({1: 4, 2: 3, 4: 1, 8: 1}, {(2, 4): 0.03, (2, 2): 0.03}, {1: 4, 2: 3, 4: 1}),
+        ({1: 0, 2: 3, 4: 3, 8: 3}, {(1, 3): 0.009}, 3),
+        # Of no draft a tie is enough.
+        ({1: 4, 2: 3, 4: 2, 8: 1}, {(n, 0): 0.009 for n in (1, 2, 4, 8)}, 0),
+    ],
+)
+def test_a_table_has_no_entry_that_its_costs_cannot_tell(
+    best: dict[int, int], near: dict[tuple[int, int], float], table: Any
+) -> None:
+    """Made-up speeds: so many tokens are ``best`` for so many clients, others lose what ``near``
+    says, or much. What loses less than 1% is left out."""
+
+    def simulate_loads(policy: Policy, trace: object) -> dict[str, Simulated]:
+        loads = {}
+        for clients in best:
+            gamma = tables(policy, RULES)[clients]
+            loss = near.get((clients, gamma), 0.1 * abs(gamma - best[clients]))
+            done = np.array([1.0 / (1.0 - loss)])
+            served = Served(np.zeros(1), done / 2, done, np.array([100]))
+            one = {"batches": np.array([clients]), "counts": np.ones((1, 3), np.int64)}
+            loads[f"clients:{clients}"] = SimpleNamespace(served=served, **one)
+        return cast(dict[str, Simulated], loads)
+
+    class MadeUp(EngineBench):
+        search_trace = None  # type: ignore[assignment]
+
+        def simulate_loads(self, policy: Policy, trace: object) -> dict[str, Simulated]:
+            return simulate_loads(policy, trace)
+
+    costs = SimpleNamespace(passes={"small": (0, 5)}, beyond=lambda draft, batches: 0.0)
+    loads = {f"clients:{c}": Load(c) for c in best}
+    values: Any = (None, VLLM, RULES, costs, None, None, loads, Objective(), 1)
+    study = LoadStudy(MadeUp(*values))
+    study._best_alone = lambda draft, sizes: [3] * len(sizes)  # type: ignore[method-assign]
+    assert study.run().policy.window.model_dump()["gamma"] == table
+
+
+class Simulating:
+    """An engine that answers at once what the simulator says of those texts, a little faster or
+    slower each time, and ``drafting`` times as slow with a draft."""
+
+    engine, version, serving = VLLM, "0.32.0", dict[str, Any]()
+    runs_on: ClassVar = {"device": "cuda", "dtype": "bfloat16"}
+
+    def __init__(self, noise: np.random.Generator, drafting: float = 1.0) -> None:
+        self.noise, self.drafting, self.trace = noise, drafting, trace_of(40, budget=70)
+        texts = self.trace.trajectories
+        self.place = {tuple(t.prompt_ids[:-1].tolist()): n for n, t in enumerate(texts)}
+
+    def execute(
+        self, prompts: Sequence[Prompt], policy: Policy, load: Load, **_: Any
+    ) -> Iterator[Answered]:
+        if len(prompts) == 1:  # before what counts
+            return
+        trace = self.trace.select([self.place[prompt.ids] for prompt in prompts])
+        pace = float(np.exp(self.noise.normal(0, 0.002)))
+        pace *= self.drafting if policy.speculates else 1.0
+        served = recorded(trace, simulated(trace, policy, load), policy)
+        for prompt, request in zip(prompts, served, strict=True):
+            steps = (
+                s._replace(arrived_s=s.arrived_s * pace, ended_s=s.ended_s * pace)
+                for s in request.steps
+            )
+            yield Answered(replace(request.trajectory, request_id=prompt.id), tuple(steps))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Wanted]:
+    """An engine that cannot copy from prompts; how it was started."""
+    noise, started = np.random.default_rng(1), list[Wanted]()
+    drafting = getattr(request, "param", 1.0)
+
+    def start(_name: str, _spec: PairSpec, wanted: Wanted) -> Simulating:
+        started.append(wanted)
+        if wanted.draft == "ngram":
+            raise EngineError("it cannot load ngram")
+        return Simulating(noise, drafting)
+
+    monkeypatch.setattr("spectune.engines.start.start", start)
+    return started
+
+
+EXECUTE = (*TUNE.split(), "clients:1,8", "--limit", 24, "--execute", "--budget", "4s")
+
+
+def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
+    server: Door, executing: list[Wanted], tmp_path: Path
+) -> None:
+    """In the engine's deployment, once: what is in force is then what is to be beaten."""
+    told = server.json(*EXECUTE, "--threads", 1)
+    assert {wanted.threads for wanted in executing} == {1}
+    with opened(server.db) as store:
+        info = store.get_recording(told["recording"])
+        bench = engine_bench(store, info, [], "clients:1,8", Objective())
+        with store.database.read() as session:
+            runs = session.scalars(select(Run)).all()
+        kept = store.active_publication(read_pair("demo").id, "cpu", "vllm")
+    parts = [{*numbers} for numbers in bench.parts]
+    assert not parts[0] & parts[1]
+    assert not (parts[0] | parts[1]) & parts[2]
+    confirmed, winner = told["confirmed"], told["winner"]["id"]
+    assert confirmed["holds"]
+    assert confirmed["id"] == winner
+    low, high = confirmed["interval"]
+    assert 1.01 < low < confirmed["ratio"] < high
+    assert told["published"] == {"version": 1, "policy": winner, "deployment": "vllm"}
+    assert told["baselines"]["incumbent"]["id"] == AUTOREGRESSIVE.id
+    # No server without a draft was recorded: nothing is predicted of one, and it is executed.
+    loads = {one["label"]: one["loads"] for one in told["executed"]}
+    for label, is_predicted in (("autoregressive", False), ("small fixed(gamma=0)", True)):
+        assert [load["load"] for load in loads[label]] == ["clients:1", "clients:8"]
+        assert [load["predicted"] is not None for load in loads[label]] == [is_predicted] * 2
+    assert told["texts"]["differ"] == 0
+    assert told["texts"]["autoregression_repeated"]["differ"] == 0
+    assert {run.policy_id for run in runs} == {one["policy_id"] for one in told["executed"]}
+    assert kept is not None
+    assert kept.sampling is not None
+    assert (kept.reason, kept.sampling["temperature"]) == (told["reason"], 0)
+    page = tmp_path / "page.html"
+    server.json("report", told["study"], "--out", page)
+    text = page.read_text()
+    assert "under clients:1, clients:8" in text
+    assert "clients:8" in text
+    again = server.json(*EXECUTE)
+    assert again["published"] is None
+    assert again["baselines"]["incumbent"]["id"] == winner
+    in_force = "simulate --policy active --arrivals clients:8"
+    assert server.json(in_force)["policy_id"] == winner
+    assert simulate("active", db=server.db)["policy_id"] == winner
+
+
+@pytest.mark.parametrize("executing", [3.0], indirect=True)
+@pytest.mark.usefixtures("executing")
+def test_no_draft_is_published_where_that_is_best(server: Door) -> None:
+    told = server.json(*EXECUTE)
+    assert (
+        told["winner"]["policy"]["draft"] == "none"
+        or not parse_policy(told["winner"]["policy"]).speculates
+    )
+    assert told["published"] == {
+        "version": 1, "policy": told["winner"]["id"], "deployment": "vllm"
+    }  # fmt: skip
+    shown = " ".join(server.call(*EXECUTE).output.split())
+    assert "no draft, one token a round" in shown
+
+
+def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: list[Wanted]) -> None:
+    """A tree in force is said and passed over; a window that was never served is executed without a
+    prediction; a draft that the engine cannot load is found at its first start."""
+    tree, wide = '{"draft": "small", "growth": {"kind": "top_k"}}', window(7).model_dump_json()
+    copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
+    for policy, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
+        server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
+    told = server.json(*EXECUTE, "--no-publish", "--deployment", "trees")
+    assert "cannot run (vLLM cannot run trees" in told["reason"]
+    assert told["baselines"]["incumbent"]["id"] == AUTOREGRESSIVE.id
+    assert told["published"] is None
+    told = server.json(*EXECUTE, "--no-publish", "--deployment", "wide")
+    assert told["baselines"]["incumbent"]["predicted_tokens_per_s"] is None
+    executing.clear()
+    assert "it cannot load ngram" in server.error(*EXECUTE, "--deployment", "copied")
+    assert [wanted.draft for wanted in executing] == ["ngram"]
