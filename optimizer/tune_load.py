@@ -11,6 +11,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from spectune.engines.protocol import Running, Wanted
+from spectune.engines.start import start
 from spectune.optimizer.bench.engine import EngineBench, LoadOutcome
 from spectune.optimizer.confirm import check_sample_size
 from spectune.optimizer.deployment import Place, Superseded, publish_winner, tuned_for
@@ -21,9 +23,13 @@ from spectune.optimizer.prove import Raced, confirm_winner, run_race
 from spectune.optimizer.report.evidence import evidence_document
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words
 from spectune.optimizer.verdict import Tuned, decide
+from spectune.runtime.hardware import sees_cuda
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
+from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import DESIGNED, Recording
 
 
 @dataclass(frozen=True)
@@ -241,3 +247,31 @@ def _store_runs(
     evidence = evidence_document(tuned, {"rounds": []}, about)
     about_study = {"study": tuned.study}
     store.put_artifact(EVIDENCE, evidence, pair_id=info.pair_id, provenance=about_study)
+
+
+def latest_traffic(store: TraceStore, engine: str, pair_id: str | None = None) -> Recording:
+    """The latest recording of what an engine served. Raises TraceError where it has none."""
+    traffic = (i for i in store.list_recordings(pair_id) if i.source != DESIGNED)
+    found = next((i for i in traffic if i.engine == engine and i.n_requests), None)
+    if found is None:
+        raise TraceError(
+            f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md says how"
+        )
+    return found
+
+
+def place_of(store: TraceStore, info: Recording, deployment: str) -> Place:
+    """Where a policy for the engine of a recording is put in force: on the device that was
+    recorded, else on this machine's."""
+    device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
+    return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
+
+
+def with_servers(search: LoadSearch, spec: PairSpec, threads: int | None) -> LoadSearch:
+    """A search whose bench starts servers of a pair."""
+    name = search.bench.engine.name
+
+    def started(wanted: Wanted) -> Running:
+        return start(name, spec, replace(wanted, threads=threads))
+
+    return replace(search, bench=replace(search.bench, start=started))

@@ -209,7 +209,7 @@ def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
             raise EngineError("it cannot load ngram")
         return Simulating(noise, drafting)
 
-    monkeypatch.setattr("spectune.engines.start.start", start)
+    monkeypatch.setattr("spectune.optimizer.tune_load.start", start)
     return started
 
 
@@ -293,3 +293,19 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: li
     executing.clear()
     assert "it cannot load ngram" in server.error(*EXECUTE, "--deployment", "copied")
     assert [wanted.draft for wanted in executing] == ["ngram"]
+
+
+@pytest.mark.usefixtures("executing")
+def test_a_load_is_tuned_on_a_schedule(server: Door) -> None:
+    at = ["--cron", "@daily", "--now", "--pair", "demo", "--budget", "4s", "--limit", "24"]
+    server.json("schedule", "add", "load", *at, "--engine", "vllm", "--arrivals", "clients:1,8")
+    server.call("schedule", "run", "--once")
+    (row,) = server.json("schedule", "list", "load")["schedules"]
+    result = row["attempts"][0]["result"]
+    assert result["published"] == 1
+    with opened(server.db) as store:
+        assert store.get_study(result["study"]).document["load"] == ["clients:1", "clients:8"]
+        kept = store.active_publication(read_pair("demo").id, "cpu", "vllm")
+    assert kept is not None
+    assert (kept.actor, kept.evidence["study"]) == ("schedule", result["study"])
+    assert Path(result["report"]).exists()

@@ -10,6 +10,7 @@ import click
 
 from spectune.optimizer.commands import options as opts
 from spectune.optimizer.commands.config import flag, option
+from spectune.optimizer.commands.on_engine import deployment_on
 from spectune.optimizer.commands.options import drawn, search_asked, turns_of
 from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
 from spectune.optimizer.commands.shared import (
@@ -19,6 +20,7 @@ from spectune.optimizer.commands.shared import (
     quiet_transformers,
 )
 from spectune.optimizer.commands.tune import page_of
+from spectune.optimizer.commands.under_load import load_options, objective_of, objective_option
 
 if TYPE_CHECKING:
     from spectune.optimizer.schedule import Job
@@ -47,6 +49,8 @@ def schedule() -> None:
     "--recorded",
     'Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.',
 )
+@load_options
+@objective_option
 @opts.search
 @opts.pair
 @opts.workload
@@ -60,6 +64,7 @@ def schedule_add(name: str, **kw: Any) -> None:
     Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --pair pair.json
               cli.py schedule add drift --cron "0 */6 * * *" --recorded 24h --budget 2m
               cli.py schedule add chains --cron @daily --now --tree-width 0
+              cli.py schedule add load --cron @daily --engine vllm --arrivals recorded
     """
     if kw["recorded"]:
         nothing_decoded("--recorded")
@@ -73,7 +78,12 @@ def schedule_add(name: str, **kw: Any) -> None:
         "chat": not kw["no_chat"],
         **search_asked(kw),
     }
-    if kw["recorded"]:
+    if kw["engine"]:
+        objective_of(kw)
+        keys = ("engine", "arrivals", "objective", "ttft", "tpot", "limit")
+        settings |= {key: kw[key] for key in keys} | {"arrivals": kw["arrivals"] or "recorded"}
+        settings["deployment"] = deployment_on(kw["engine"])
+    elif kw["recorded"]:
         settings["recorded"] = kw["recorded"]
     else:
         drawn(kw)

@@ -31,6 +31,7 @@ from spectune.optimizer.commands.under_load import (
     check_no_load,
     check_typed,
     load_options,
+    objective_option,
     recording_on,
     tune_load,
 )
@@ -91,13 +92,7 @@ def _budget(text: str) -> str:
     MOMENT,
 )
 @load_options
-@option(
-    "--objective",
-    "With --arrivals: tokens a second, time per output token, or requests a second within --ttft "
-    "and --tpot.",
-    click.Choice(["throughput", "tpot", "goodput"]),
-    default="throughput",
-)
+@objective_option
 @flag(
     "--execute",
     "With --arrivals: serve the finalists on the engine too, under the same loads, for --budget, "

@@ -17,7 +17,6 @@ from spectune.optimizer.commands.printing import Meter, as_json, emit, note, say
 from spectune.optimizer.commands.shared import quiet_transformers, refuse_typed, say_unseen
 
 if TYPE_CHECKING:
-    from spectune.engines.protocol import Running, Wanted
     from spectune.optimizer.bench.engine import EngineBench
     from spectune.optimizer.deployment import Place
     from spectune.optimizer.load_search import Trial
@@ -66,6 +65,15 @@ load_options = together(
 )
 
 
+objective_option = option(
+    "--objective",
+    "With --arrivals: tokens a second, time per output token, or requests a second within --ttft "
+    "and --tpot.",
+    click.Choice(["throughput", "tpot", "goodput"]),
+    default="throughput",
+)
+
+
 def check_typed(read: Collection[str]) -> None:
     """Raises TraceError for an option that was typed and is none of those that are ``read`` of a
     load."""
@@ -85,18 +93,11 @@ def check_no_load(*names: str) -> None:
 def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recording:
     """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
     TraceError where it has none, or the one that is named is another's."""
+    from spectune.optimizer.tune_load import latest_traffic
     from spectune.traces.errors import TraceError
-    from spectune.traces.tables import DESIGNED
 
     if engine is not None and recording == "latest":
-        traffic = (i for i in store.list_recordings() if i.source != DESIGNED)
-        found = next((i for i in traffic if i.engine == engine and i.n_requests), None)
-        if found is None:
-            raise TraceError(
-                f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md "
-                "says how"
-            )
-        return found
+        return latest_traffic(store, engine)
     info = store.get_recording(recording)
     if engine is not None and info.engine != engine:
         raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
@@ -110,7 +111,7 @@ def simulate_under_load(
     from spectune.optimizer.bench.engine import engine_bench
     from spectune.optimizer.tune_load import about_bench
 
-    objective = _objective({**kw, "objective": "throughput"})
+    objective = objective_of({**kw, "objective": "throughput"})
     bench = engine_bench(
         store, info, [policy], kw["arrivals"], objective, limit=kw["limit"], tell=note
     )
@@ -142,15 +143,15 @@ def tune_load(
     """`tune --arrivals`: searches in simulation; with ``--execute`` proves that on the engine, for
     about ``--budget``, and publishes what is confirmed, unless ``--no-publish``."""
     from spectune.optimizer.bench.engine import engine_bench
-    from spectune.optimizer.tune_load import search_load
+    from spectune.optimizer.tune_load import place_of, search_load
 
     bench = engine_bench(
-        store, info, [], kw["arrivals"], _objective(kw), limit=kw["limit"], tell=note
+        store, info, [], kw["arrivals"], objective_of(kw), limit=kw["limit"], tell=note
     )
     say_unseen(info, len(bench.trace.order))
     with Meter() as meter:
         search = search_load(store, bench, seed=kw["search_seed"], progress=meter)
-    place = _place_of(store, info)
+    place = place_of(store, info, deployment_on(info.engine))
     data = search.to_json()
     if spec is None:
         why = "predicted alone; --execute proves and publishes"
@@ -164,31 +165,13 @@ def tune_load(
         _show_proof(search, tuned, place)
 
 
-def _place_of(store: TraceStore, info: Recording) -> Place:
-    """Where a policy for the engine of a recording is put in force: in the deployment that was
-    named, else in the engine's own, on the device that was recorded, else on this machine's."""
-    from spectune.optimizer.deployment import Place
-    from spectune.runtime.hardware import sees_cuda
-
-    deployment = deployment_on(info.engine)
-    device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
-    return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
-
-
 def _prove(
     store: TraceStore, search: LoadSearch, spec: PairSpec, place: Place, kw: dict[str, Any]
 ) -> tuple[Tuned, dict[str, Any]]:
-    from dataclasses import replace
-
-    from spectune.engines.start import start
     from spectune.optimizer.schedule.times import parse_duration
-    from spectune.optimizer.tune_load import ProveOptions, prove_load
+    from spectune.optimizer.tune_load import ProveOptions, prove_load, with_servers
 
     quiet_transformers()
-
-    def started(wanted: Wanted) -> Running:
-        return start(search.bench.engine.name, spec, replace(wanted, threads=kw["threads"]))
-
     with Meter() as meter:
         options = ProveOptions(
             budget_s=float(parse_duration(kw["budget"])),
@@ -197,8 +180,7 @@ def _prove(
             tell=note,
             progress=meter,
         )
-        bench = replace(search.bench, start=started)
-        return prove_load(store, replace(search, bench=bench), place, options)
+        return prove_load(store, with_servers(search, spec, kw["threads"]), place, options)
 
 
 def _show_search(search: LoadSearch, data: dict[str, Any]) -> None:
@@ -290,7 +272,8 @@ def _say_next(policy: Policy, place: Place) -> None:
     say(f"# publishes it\n{command}")
 
 
-def _objective(kw: dict[str, Any]) -> Objective:
+def objective_of(kw: dict[str, Any]) -> Objective:
+    """Raises TraceError for goodput without a limit."""
     from spectune.optimizer.simulate.load import Objective
     from spectune.traces.errors import TraceError
 

@@ -204,7 +204,8 @@ def outcome(tuned: Json) -> list[str]:
     if confirmed:
         ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
         sentence = (
-            f"On {confirmed['requests']} {confirmed['unit']} held out to confirm it, {names[raced]} was "
+            f"On {confirmed['requests']} {confirmed['unit']} held out to confirm it, "
+            f"{names[raced]} was "
             f"{ratio:.2f} times as fast as {names[tuned['baselines']['incumbent']['id']]}"
             f"{interval(ends, level)}"
         )

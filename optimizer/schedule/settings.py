@@ -21,7 +21,9 @@ DECODED = ("max_new_tokens", "verifier", "stop_strings", "chat")
 
 class TuneSettings(BaseModel):
     """The pair's document, the texts, and how they are decoded and searched. With ``recorded``, a
-    duration, texts are sampled from what was recorded within it, and no workload is decoded."""
+    duration, texts are sampled from what was recorded within it, and no workload is decoded. With
+    ``engine`` and ``arrivals`` what that engine recorded last is tuned for a load; ``ttft`` and
+    ``tpot`` in seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,6 +33,11 @@ class TuneSettings(BaseModel):
     threads: int | None = None
     recorded: str | None = None
     sample: int = 200
+    engine: Literal["vllm", "openvino"] | None = None
+    arrivals: str | None = None
+    objective: Literal["throughput", "tpot", "goodput"] = "throughput"
+    ttft: float | None = None
+    tpot: float | None = None
     workload: tuple[str, ...] = ("demo",)
     column: str | None = None
     categories: tuple[str, ...] = ()

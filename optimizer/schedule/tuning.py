@@ -6,14 +6,25 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.schedule.settings import DECODED, SAMPLED, SEARCHED, TuneSettings
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.times import parse_duration
 from spectune.optimizer.schedule.worker import Run
+from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune import TuneOptions, tune, tune_recording
+from spectune.optimizer.tune_load import (
+    ProveOptions,
+    latest_traffic,
+    place_of,
+    prove_load,
+    search_load,
+    with_servers,
+)
+from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
@@ -45,12 +56,6 @@ def tuning_job(
             study = publication.evidence["study"]
             return _result(publication.evidence, publication.version, page(study))
         settings = TuneSettings.read(job.settings)
-        spec = PairSpec.from_json(settings.pair, where=f"schedule {job.name}")
-        place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
-        key = spec.id, *place.values()
-        if key not in pairs:
-            pairs[key] = load(spec, **place)
-        pair = pairs[key]
 
         def step(phase: str, done: int, total: int) -> None:
             job.check()
@@ -58,6 +63,17 @@ def tuning_job(
 
         def say(line: str) -> None:
             tell(f"{job.name}: {line}")
+
+        spec = PairSpec.from_json(settings.pair, where=f"schedule {job.name}")
+        if settings.engine is not None:
+            tuned = _tune_engine(store, spec, settings, job, tell=say, progress=step)
+            version = tuned.published.version if tuned.published else None
+            return _result(tuned.to_json(), version, page(tuned.study))
+        place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
+        key = spec.id, *place.values()
+        if key not in pairs:
+            pairs[key] = load(spec, **place)
+        pair = pairs[key]
 
         options = tune_options(
             settings, actor="schedule", idempotency_key=job.idempotency_key, guard=job.check
@@ -76,6 +92,27 @@ def tuning_job(
         return _result(tuned.to_json(), version, page(tuned.study))
 
     return run
+
+
+def _tune_engine(
+    store: TraceStore, spec: PairSpec, settings: TuneSettings, job: Job, **about: Any
+) -> Tuned:
+    """Tunes what an engine recorded last for a load, on servers of its own."""
+    assert settings.engine is not None
+    info = latest_traffic(store, settings.engine, spec.id)
+    objective = Objective(settings.objective, settings.ttft, settings.tpot)
+    arrivals, limit = settings.arrivals or "recorded", settings.limit
+    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=about["tell"])
+    search = search_load(store, bench, progress=about["progress"])
+    options = ProveOptions(
+        budget_s=float(parse_duration(settings.budget)),
+        actor="schedule",
+        idempotency_key=job.idempotency_key,
+        guard=job.check,
+        **about,
+    )
+    place = place_of(store, info, settings.deployment)
+    return prove_load(store, with_servers(search, spec, settings.threads), place, options)[0]
 
 
 def tune_options(settings: TuneSettings, **about: Any) -> TuneOptions:
