@@ -61,12 +61,14 @@ class Bench(Protocol):
     by_size: bool
     """Whether units weigh by what they cost, so that ratios are of sums (requests), or alike, so
     that ratios are geometric means (loads)."""
-    spread: float
-    """The standard deviation, relative, of the error of a predicted ratio of two policies."""
     block: int
     """Units that a race executes between two looks at who is to be dropped."""
     unit: str
     """What a unit is, in the plural."""
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation, relative, of the error of a predicted ratio of two policies."""
 
     def units(self, part: PartName) -> int:
         """How many units a part has."""
