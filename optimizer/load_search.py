@@ -158,9 +158,9 @@ class LoadStudy:
                 )
         study.enqueue_trial(dict(zip(space, self._best_alone(draft, sizes), strict=True)))
         for n in range(self.num_trials):
-            asked = study.ask(space)
-            gammas = [asked.params[name] for name in space]
-            study.tell(asked, float(np.log(self.trial(by_batch(draft, sizes, gammas)).value)))
+            suggestion = study.ask(space)
+            gammas = [suggestion.params[name] for name in space]
+            study.tell(suggestion, float(np.log(self.trial(by_batch(draft, sizes, gammas)).value)))
             self.progress(f"{draft} by batch", n + 1, self.num_trials)
 
     def _best_alone(self, draft: str, sizes: Sequence[int]) -> list[int]:

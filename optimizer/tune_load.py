@@ -181,7 +181,7 @@ def prove_load(
     text = bench.trace.trajectories[0]
     with options.publishing(tuned):
         if decision.may_publish:
-            made = publish_winner(
+            publication = publish_winner(
                 store,
                 info.pair_id,
                 place,
@@ -193,10 +193,10 @@ def prove_load(
                 idempotency_key=options.idempotency_key,
                 guard=options.guard,
             )
-            if isinstance(made, Superseded):
-                tuned = replace(tuned, reason=str(made), superseded_by=made.version)
+            if isinstance(publication, Superseded):
+                tuned = replace(tuned, reason=str(publication), superseded_by=publication.version)
             else:
-                tuned = replace(tuned, published=made)
+                tuned = replace(tuned, published=publication)
         _store_runs(store, bench, raced, place, tuned)
     return tuned, {"executed": figures}
 
@@ -207,9 +207,9 @@ def by_load(bench: EngineBench, raced: Raced) -> list[dict[str, Any]]:
     for candidate in {c.policy.id: c for c in raced.candidates}.values():
         executed, predicted = candidate.executed, candidate.predicted
         assert isinstance(executed, LoadOutcome)
-        known = predicted.loads(bench.objective) if isinstance(predicted, LoadOutcome) else {}
+        predictions = predicted.loads(bench.objective) if isinstance(predicted, LoadOutcome) else {}
         loads = [
-            {"load": name, "predicted": known.get(name), "measured": measured}
+            {"load": name, "predicted": predictions.get(name), "measured": measured}
             for name, measured in executed.loads(bench.objective).items()
         ]
         policy = candidate.policy
@@ -252,12 +252,12 @@ def _store_runs(
 def latest_traffic(store: TraceStore, engine: str, pair_id: str | None = None) -> Recording:
     """The latest recording of what an engine served. Raises TraceError where it has none."""
     traffic = (i for i in store.list_recordings(pair_id) if i.source != DESIGNED)
-    found = next((i for i in traffic if i.engine == engine and i.n_requests), None)
-    if found is None:
+    latest = next((i for i in traffic if i.engine == engine and i.n_requests), None)
+    if latest is None:
         raise TraceError(
             f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md says how"
         )
-    return found
+    return latest
 
 
 def place_of(store: TraceStore, info: Recording, deployment: str) -> Place:
@@ -271,7 +271,7 @@ def with_servers(search: LoadSearch, spec: PairSpec, threads: int | None) -> Loa
     """A search whose bench starts servers of a pair."""
     name = search.bench.engine.name
 
-    def started(wanted: Wanted) -> Running:
-        return start(name, spec, replace(wanted, threads=threads))
+    def started(server: Wanted) -> Running:
+        return start(name, spec, replace(server, threads=threads))
 
     return replace(search, bench=replace(search.bench, start=started))

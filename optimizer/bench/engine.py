@@ -196,8 +196,8 @@ class EngineExecution:
             same = [p for p in self.policies.values() if bench.group(p) == bench.group(policy)]
             longest = max(len(t.prompt_ids) + t.max_new_tokens for t in bench.recorded)
             most = max(1, *(p.gamma_max for p in same))
-            wanted = Wanted(draft, most, bench.rules.max_num_seqs, longest)
-            self._servers[draft] = bench.start(wanted)
+            server = Wanted(draft, most, bench.rules.max_num_seqs, longest)
+            self._servers[draft] = bench.start(server)
         return self._servers[draft]
 
     def _compare(

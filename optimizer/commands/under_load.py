@@ -36,10 +36,10 @@ BEYOND: Final = 0.25
 
 def _seconds(text: str) -> float:
     """``500ms`` or ``2s``, as seconds."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", text.strip())
-    if found is None or not float(found[1]):
+    time = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", text.strip())
+    if time is None or not float(time[1]):
         raise click.BadParameter(f"{text[:40]!r} is no time above 0; write for example 500ms or 2s")
-    return float(found[1]) / (1000 if found[2] == "ms" else 1)
+    return float(time[1]) / (1000 if time[2] == "ms" else 1)
 
 
 load_options = together(
