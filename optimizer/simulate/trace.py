@@ -3,11 +3,10 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +16,17 @@ from spectune.db.errors import NotFoundError
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.record import draft_reader
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Nodes, Reader, Replay, ReplayTrace
 from spectune.optimizer.simulate.shortlist_ranks import Ranks, how_to_rank, stored_ranks
 from spectune.optimizer.traffic import traffic_since
-from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, FullShortlist, Policy
 from spectune.runtime.policies.rules import compile_shortlist
 from spectune.traces.errors import PairError, PolicyError, TraceError
 from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile, Recording, Trajectory
+from spectune.traces.tables import LatencyProfile, Panorama, Recording, Trajectory
 
 
 class NoRequestsError(TraceError):
@@ -194,9 +191,7 @@ def simulate(
     how: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
     trace, info, skipped, ordinals = open_trace(store, recording, [policy], **how)
     if since is None and not engine_named(info.engine).prefill_emits:
-        texts, panoramas = trace.trajectories, trace.panoramas
-        loader = partial(_load_pair, store, info)
-        trace.reader = draft_reader(store, loader, info.id, texts, panoramas, ordinals)
+        trace.reader = _reader(store, info, trace, ordinals)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     check_ranked(store, info, policy)
@@ -206,11 +201,27 @@ def simulate(
     return Simulated(replayed, skipped, why)
 
 
-def _load_pair(store: TraceStore, info: Recording) -> LoadedPair:
-    """The pair of a recording as it was loaded then. Raises PairError where it is gone."""
-    spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
-    device, dtype = (str(info.options.get(name, "auto")) for name in ("device", "dtype"))
-    return load_pair(spec, device=device, dtype=dtype)
+def _reader(
+    store: TraceStore, info: Recording, trace: ReplayTrace, ordinals: Sequence[int]
+) -> Reader:
+    """Reads what replays of a recording lack, with its pair as it was loaded then, once. Raises
+    PairError where that is gone."""
+    readers: list[Reader] = []
+
+    def read(draft: str, nodes: Mapping[int, Nodes]) -> Mapping[int, Panorama]:
+        if not readers:
+            # Most replays lack nothing: these load no model library.
+            from spectune.optimizer.record import draft_reader
+            from spectune.runtime.loading import load_pair
+
+            spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
+            device, dtype = (str(info.options.get(name, "auto")) for name in ("device", "dtype"))
+            pair = load_pair(spec, device=device, dtype=dtype)
+            texts, panoramas = trace.trajectories, trace.panoramas
+            readers.append(draft_reader(store, pair, info.id, texts, panoramas, ordinals))
+        return readers[0](draft, nodes)
+
+    return read
 
 
 def check_ranked(store: TraceStore, info: Recording, policy: Policy) -> None:
