@@ -178,9 +178,9 @@ def main(ctx: click.Context, db_url: str, config: str | None) -> None:
     ctx.obj = db_url
 
 
-for command in (init, record, profile, simulate, run, tune, report, generate):
+for command in (init, record, profile, simulate, run, tune, report, generate, fit):
     main.add_command(command)
-for group in (fit, policies, traces, db, schedule, engines):
+for group in (policies, traces, db, schedule, engines):
     main.add_command(group)
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ from spectune.db.database import open_database
 from spectune.engines.protocol import Load, Prompt, Running
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
-from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees
 from spectune.optimizer.inputs import load_workload
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.race import Comparison
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
+from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
@@ -263,13 +264,12 @@ class Lab:
         return fitted(self.store, self.pair.id)
 
     def trace(self) -> ReplayTrace:
-        """All that was recorded and ranked."""
-        ranks = ranks_for(self.store, self.pair, self.recording, self.shortlists)
+        """All that was recorded; what it lacks is read when it is replayed."""
         drafts = {*self.pair.chain_drafts, *self.pair.models}
-        opened = open_trace(self.store, self.recording, drafts=drafts, ranks=ranks)
-        trace = opened.trace
-        texts = trace.trajectories, trace.panoramas, opened.ordinals
-        trace.reader = draft_reader(self.store, self.pair, self.recording, *texts)
+        opened = open_trace(self.store, self.recording, drafts=drafts)
+        trace, here = opened.trace, (self.store, self.pair, self.recording)
+        trace.reader = draft_reader(*here, trace.trajectories, trace.panoramas, opened.ordinals)
+        trace.on_demand = ShortlistedDrafts(*here, opened.ordinals, self.find, few=0)
         return trace
 
     def encoded(self, limit: int | None = None) -> Encoded:
@@ -283,16 +283,12 @@ class Lab:
         limits = ((draft, self.trees.get(draft)) for draft in self.pair.models)
         return [parse_policy(d) for draft, limit in limits for d in trees(draft, limit)]
 
-    def listed(self, *, exact: bool = False) -> list[Policy]:
-        """Policies under shortlists; ``exact``: those that are replayed exactly, chains of language
-        models without a stop."""
+    def listed(self) -> list[Policy]:
+        """Policies under shortlists."""
         found = []
         for draft, limit in self.shortlists.items():
-            if not exact:
-                bodies = [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
-                found += shortlisted(draft, limit, bodies)
-            elif draft in self.pair.drafts:
-                found += shortlisted(draft, limit, chains(draft)[:10])
+            bodies = [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
+            found += shortlisted(draft, limit, bodies)
         return found
 
     def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
@@ -320,7 +316,6 @@ def laboratory(
     fits = fit_trees(store, recording, drafts), fit_shortlists(store, pair, recording, drafts)
     made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
-    ranks_for(store, pair, recording, lab.shortlists)
     kept.write_bytes(pickle.dumps(made))
     return lab
 

@@ -157,7 +157,7 @@ def closed_forms() -> list[str]:
     """What equations 1 and 2 of the on-the-fly paper (1 of DynaSpec) make of every fixed window's
     mean accepted length, from the acceptance that one window observed, beside what replay counts:
     the rounds that were executed."""
-    replayed = [r["tau_error"] for r in load("acceptance-lossless")["rows"] if r["exact"]]
+    replayed = [r["tau_error"] for r in load("acceptance-lossless")["rows"] if r.get("exact", True)]
     of_replay, rows = percent(max(map(abs, replayed))), []
     for draft, taus in load("acceptance-fidelity")["tau_by_gamma"].items():
         for observed in (1, 4):

@@ -20,6 +20,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
+from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import extend_panorama, record_panorama
 from spectune.traces.errors import TraceError
@@ -296,16 +297,18 @@ def draft_reader(
     panoramas: Mapping[str, Sequence[Panorama]],
     ordinals: Sequence[int],
     progress: Progress = silent,
+    rules: Mapping[str, ShortlistRule] | None = None,
 ) -> Callable[[str, Mapping[int, Nodes]], dict[int, Panorama]]:
     """Returns what reads the distributions that a replay lacks and stores them
     (:attr:`optimizer.simulate.replay_trace.ReplayTrace.reader`). ``pair`` may be loaded when it is
-    first needed."""
+    first needed. ``rules``: shortlists by the names under which drafts were recorded with them."""
 
     def read(draft: str, nodes: Mapping[int, Nodes]) -> dict[int, Panorama]:
         nonlocal pair
         if not isinstance(pair, LoadedPair):
             pair = pair()
-        items = [(trajectories[i], panoramas[draft][i], *nodes[i]) for i in nodes]
+        rule = (rules or {}).get(draft)
+        items = [(trajectories[i], panoramas[draft][i], *nodes[i], rule) for i in nodes]
         extended: dict[int, Panorama] = {}
         with closing(on_every_core(pair, _extend, items, len(items))) as results:
             for i, panorama in zip(nodes, results, strict=True):
@@ -317,7 +320,7 @@ def draft_reader(
     return read
 
 
-def _extend(pair: LoadedPair, item: tuple[Trajectory, Panorama, Any, Any]) -> Panorama:
+def _extend(pair: LoadedPair, item: tuple[Trajectory, Panorama, Any, Any, Any]) -> Panorama:
     return extend_panorama(pair, *item)
 
 

@@ -134,7 +134,9 @@ def search(
         if key not in tried and key not in beyond:
             replay = run_replay(trace, policy, profile, artifacts=artifacts, approximate=True)
             value, lacks = replay.total.tokens_per_s, False
-            if replay.missing and not policy.shortlisted:
+            if replay.missing and policy.shortlisted:
+                lacks = True  # so many shortlists were recorded that no other is
+            elif replay.missing:
                 value = could_reach(replay)
                 best = max((t.value for t in tried.values()), default=0.0)
                 lacks = trace.reader is None or value < best * (1 - TIE)

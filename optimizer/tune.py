@@ -8,7 +8,7 @@ carries an idempotency key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from spectune.optimizer.deployment import (
 )
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
-from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees, ranks_for
+from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
 from spectune.optimizer.profiles import (
@@ -43,9 +43,9 @@ from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
 from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
 from spectune.optimizer.serving import earlier_winners, ready_plan
+from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.shortlist_ranks import Ranks
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import (
     ShortlistLimit,
@@ -288,9 +288,9 @@ class Tuning:
             progress=self.progress,
         )
 
-    def open(self, ranks: Mapping[tuple[str, str], Ranks] | None = None) -> None:
-        """Opens the trace anew, as something was recorded or ranked since."""
-        self.trace, self.ordinals = self.opened({*self.chains, *self.grown}, ranks=ranks)
+    def open(self) -> None:
+        """Opens the trace anew, as something was recorded since."""
+        self.trace, self.ordinals = self.opened({*self.chains, *self.grown})
         categories = [t.category for t in self.trace.trajectories]
         search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
         self.parts = Parts(search, *(mixed(part, categories) for part in rest))
@@ -307,6 +307,14 @@ class Tuning:
             trace.panoramas,
             ordinals,
             self.progress,
+        )
+        trace.on_demand = ShortlistedDrafts(
+            self.store,
+            self.pair,
+            self.recording,
+            ordinals,
+            fitted(self.store, self.pair.id),
+            progress=self.progress,
         )
         return trace, ordinals
 
@@ -453,7 +461,7 @@ class Tuning:
 
     def fit_shortlists(self) -> None:
         """Frequencies and routers of the drafts whose passes are faster over fewer tokens."""
-        faster = {d: _faster_passes(self.profile, d) for d in self.grown}
+        faster = {d: _faster_passes(self.profile, d) for d in self.drafts if d in self.pair.models}
         routed = [draft for draft, passes in faster.items() if "routed" in passes]
         self.shortlists = fit_shortlists(
             self.store,
@@ -470,13 +478,6 @@ class Tuning:
                 f"Shortlists of {', '.join(slow)}: not tried; passes over fewer tokens are not "
                 "faster."
             )
-        self.rank()
-
-    def rank(self) -> None:
-        """Opens the trace with all that shortlists are replayed from."""
-        replayed = [p for p in self.incumbent.candidates if p.draft in self.grown]
-        here = (self.store, self.pair, self.recording, self.shortlists, replayed)
-        self.open(ranks_for(*here, progress=self.progress))
 
     def choose(self) -> None:
         """A choice by prompt between the best policies of the drafts, where that is predicted to

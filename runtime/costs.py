@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -286,20 +286,19 @@ FREE: Final = round_costs(LatencyProfile("", "", "", {}), RoundKind(), middles(0
 """Where there is no profile: everything takes 0 seconds."""
 
 
-def shortlist_seconds(profile: LatencyProfile, rule: ShortlistRule) -> FloatArray:
-    """What the first 0 .. GAMMA_LIMIT passes over a shortlist take more than with the whole head,
-    usually less (DynaSpec, section 4.3): float64 [GAMMA_LIMIT + 1]. A routed shortlist is charged
-    for clusters of the mean size. Raises PolicyError where the profile has no costs of the draft's
-    shortlists."""
-    budgets = [rule.budget(t) for t in range(GAMMA_LIMIT)]
-    if rule.routing is not None:
-        clusters = rule.routing.clusters
-        sizes = [clusters.vocab / clusters.count * min(n, clusters.count) for n in budgets]
-    else:
-        assert rule.frequencies is not None
-        sizes = [float(rule.frequencies.size(n)) for n in budgets]
-    more = profile.shortlist_seconds(rule.draft, sizes, routed=rule.routing is not None)
-    return np.append(0.0, np.cumsum(more))
+def shortlist_seconds(
+    profile: LatencyProfile, rule: ShortlistRule, nodes: npt.NDArray[Any] | None = None
+) -> FloatArray:
+    """What the first 0 .. n passes over a shortlist take more than with the whole head, usually
+    less (DynaSpec, section 4.3): float64 [..., n + 1]. ``nodes`` [..., n]: what each pass reads, by
+    default one node in each of GAMMA_LIMIT passes. A routed shortlist is charged for clusters of
+    the mean size. Raises PolicyError where the profile has no costs of the draft's shortlists."""
+    nodes = np.ones(GAMMA_LIMIT) if nodes is None else nodes
+    sizes = np.stack([rule.sizes(nodes[..., t], t) for t in range(nodes.shape[-1])], axis=-1)
+    more = profile.shortlist_seconds(rule.draft, sizes, routed=rule.routed)
+    total = np.zeros((*nodes.shape[:-1], nodes.shape[-1] + 1))
+    np.cumsum(more, axis=-1, out=total[..., 1:])
+    return total
 
 
 def window_costs(

@@ -2,10 +2,12 @@
 and 4.3 and appendix A.3).
 
 At draft step t (0 for the first token drafted in a round; of a tree, the level) the draft's
-distribution is the softmax over a shortlist S_t alone, and every reading of it (proposals, stops,
-codes, the rejection verifier's ratio and residual) is of that: q is renormalised over S_t and 0
-outside. The target verifies with its whole vocabulary, so no text changes. :class:`Shortlists` is a
-policy's rule for one draft; docs/shortlists.md says what is exact."""
+distribution after a node is the softmax over the node's shortlist alone, and every reading of it
+(proposals, stops, codes, the rejection verifier's ratio and residual) is of that: q is renormalised
+over the shortlist and 0 outside. The target verifies with its whole vocabulary, so no text changes.
+One pass evaluates the union of its nodes' shortlists, as DynaSpec does; here each node then
+proposes from its own, so that its distribution is a function of step and prefix, which a recording
+holds. :class:`Shortlists` is a policy's rule for one draft."""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ STATES_KEPT: Final = 160
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """One shortlist: ``rows`` of the draft's output head and the target's ``ids`` of these tokens,
-    both int64 [size], by ascending id. ``trimmed``: weights [size, d] and biases of these rows
-    alone, where every context has this shortlist."""
+    """What one pass evaluates: ``rows`` of the draft's output head and the target's ``ids`` of
+    these tokens, both int64 [size], by ascending id. ``inside`` bool [n, size]: each node's
+    shortlist; None: all of it. ``trimmed``: weights [size, d] and biases of these rows alone, where
+    every context has this shortlist."""
 
     rows: Tensor
     ids: Tensor
+    inside: Tensor | None = None
     trimmed: tuple[Tensor, Tensor | None] | None = None
 
 
@@ -72,9 +76,9 @@ class OutputHead:
         rows = rows[self.ids[rows].argsort()]
         ids, by_id = (torch.tensor(x, device=self.weight.device) for x in (self.ids[rows], rows))
         if torch.equal(by_id, torch.arange(self.rows, device=by_id.device)):
-            return Support(by_id, ids, (self.weight, self.bias))  # not a second copy of it all
+            return Support(by_id, ids, trimmed=(self.weight, self.bias))  # not a second copy
         bias = None if self.bias is None else self.bias.index_select(0, by_id)
-        return Support(by_id, ids, (self.weight.index_select(0, by_id), bias))
+        return Support(by_id, ids, trimmed=(self.weight.index_select(0, by_id), bias))
 
     def logits(self, states: Tensor, rows: Tensor) -> Tensor:
         """Float32 logits [n, size] of some ``rows`` (int64 [size]) for ``states`` [n, d]: the
@@ -171,15 +175,12 @@ class Shortlists:
             self._supports[size] = self.output.support(self._order[:size])
         return self._supports[size]
 
-    def select(
-        self, step: int, tokens: Tensor, previous: Tensor | None, exists: Tensor | None = None
-    ) -> Support:
-        """The shortlist of a draft step: the union of the clusters that the router selects for each
+    def select(self, step: int, tokens: Tensor, previous: Tensor | None) -> Support:
+        """What a draft step evaluates: the union of the clusters that the router selects for each
         of the beam's n nodes (algorithm 1, lines 3 to 12), whose size the host waits for.
 
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
-        before them, None where there are none (zeros stand for them). ``exists`` bool [n]: the
-        nodes that count, None: all; if none does, all do, since nothing reads their distributions.
+        before them, None where there are none (zeros stand for them).
         """
         if step == 0:
             self.chosen.clear()
@@ -189,10 +190,9 @@ class Shortlists:
         scores = self.scores(self.model.embedded(tokens), previous)
         best = top_clusters(scores, self.rule.budget(step))
         selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
-        if exists is not None:
-            selected &= (exists | ~exists.any())[:, None]
         places = selected.any(0)[self._cluster_of].nonzero()[:, 0]
-        self.chosen.append(Support(self._rows[places], self._ids[places]))
+        inside = selected[:, self._cluster_of[places]] if len(tokens) > 1 else None
+        self.chosen.append(Support(self._rows[places], self._ids[places], inside))
         return self.chosen[-1]
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
@@ -204,10 +204,11 @@ class Shortlists:
 
     def logits(self, states: Tensor, support: Support) -> Tensor:
         """Float32 logits [n, size] of a shortlist's tokens alone, for what the output head reads,
-        [n, d]."""
-        if support.trimmed is None:
-            return self.output.logits(states, support.rows)
-        return nn.functional.linear(states, *support.trimmed).float()
+        [n, d]; -inf outside of a node's own."""
+        if support.trimmed is not None:
+            return nn.functional.linear(states, *support.trimmed).float()
+        logits = self.output.logits(states, support.rows)
+        return logits if support.inside is None else logits.where(support.inside, -math.inf)
 
 
 class States(dict[int, Tensor]):

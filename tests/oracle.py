@@ -3,7 +3,7 @@ round by round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ import numpy as np
 
 from spectune.optimizer.simulate.chain_tables import AGREE_NO, AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.forest import Forest
-from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from spectune.runtime.policies.plan import Plan
@@ -27,32 +26,11 @@ from spectune.traces.tables import Panorama, Trajectory
 
 
 class RecordedTrees(NamedTuple):
-    """The trees of one text: a draft's ``forest``, the ``first`` of the text's positions in it, and
-    what a ``shortlist`` leaves."""
+    """The trees of one text: a draft's ``forest``, and the ``first`` of the text's positions in
+    it."""
 
     forest: Forest
     first: int
-    shortlist: ShortlistRanks | None = None
-
-
-def held_slots(
-    node: int, forest: Forest, shortlist: ShortlistRanks | None, level: int, read: Iterable[int]
-) -> list[int]:
-    """The slots of a node's children, under a shortlist of those that it holds at a level whose
-    pass reads these nodes."""
-    slots = list(range(int(forest.count[node]) if node >= 0 else 0))
-    if shortlist is None:
-        return slots
-    budget, union = int(shortlist.budgets[level]), shortlist.union
-    added: set[int] = set()
-    if len(union.order):
-        added.update(*(union.order[n, :budget].tolist() for n in read if n >= 0))
-    return [
-        slot
-        for slot in slots
-        if shortlist.ranks[node, slot] < budget
-        or (added and int(union.cluster[node, slot]) in added)
-    ]
 
 
 class _RecordedTree:
@@ -60,7 +38,7 @@ class _RecordedTree:
     not recorded."""
 
     def __init__(self, trees: RecordedTrees, start: int) -> None:
-        self.forest, self.shortlist, self.level = trees.forest, trees.shortlist, 0
+        self.forest = trees.forest
         self.nodes = [int(trees.forest.root[trees.first + start])]
 
     def root(self) -> Codes:
@@ -72,8 +50,8 @@ class _RecordedTree:
         for place, above, rank in zip(*columns, strict=True):
             node = -1
             if place >= 0:
-                node = int(forest.child[self.nodes[above], self.slots[above][rank]])
-                if node < 0 and self.shortlist is None:
+                node = int(forest.child[self.nodes[above], rank])
+                if node < 0:
                     raise TraceError(
                         f"the recording does not hold all distributions of draft {forest.draft!r}"
                     )
@@ -83,17 +61,12 @@ class _RecordedTree:
 
     def _rows(self) -> Codes:
         f = self.forest
-        how = f, self.shortlist, self.level, self.nodes
-        self.slots = [held_slots(node, *how) for node in self.nodes]
-        self.level += 1
         codes = np.zeros((3, len(self.nodes), f.width), dtype=np.int64)
         of_nodes = np.zeros((3, len(self.nodes)), dtype=np.int64)
-        for row, (node, slots) in enumerate(zip(self.nodes, self.slots, strict=True)):
-            if slots:
-                gap = f.gap[node, slots].astype(np.int64)
-                of_children = f.tokens[node, slots], f.logp[node, slots], gap - gap[0]
-                codes[:, row, : len(slots)] = of_children
-                of_nodes[:, row] = f.entropy[node], f.top_entropy[node], len(slots)
+        for row, node in enumerate(self.nodes):
+            if node >= 0:
+                codes[:, row] = f.tokens[node], f.logp[node], f.gap[node]
+                of_nodes[:, row] = f.entropy[node], f.top_entropy[node], f.count[node]
         return Codes.of(*codes, *of_nodes)
 
 

@@ -111,12 +111,10 @@ def keep(
         store.put_panoramas(recording, made)
 
 
-def trace_of(
-    store: TraceStore, recording: str, drafts: Sequence[str], ranks: Any = None
-) -> ReplayTrace:
-    """A recording with the panoramas of drafts, and with ranks by draft and artifact."""
+def trace_of(store: TraceStore, recording: str, drafts: Sequence[str]) -> ReplayTrace:
+    """A recording with the panoramas of drafts."""
     loaded = store.load(recording)
-    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts}, ranks=ranks)
+    return ReplayTrace(loaded.trajectories, {d: loaded.panoramas(d) for d in drafts})
 
 
 def executed(

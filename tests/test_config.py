@@ -146,7 +146,7 @@ def test_init_writes_a_file_that_says_every_key(folder: Path) -> None:
     [
         *("tune", "record", "run", "generate x", "profile", f"policies activate '{FIXED}'"),
         *("policies rollback", "policies show", "schedule add n --cron @daily"),
-        "fit clusters --draft near",
+        "fit frequencies --corpus notes.txt",
     ],
 )
 def test_no_pair_is_taken_in_silence(folder: Path, command: str) -> None:

@@ -22,8 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.drafts.eagle import columns
-from spectune.runtime.drafts.language_model import LanguageModelDraft
-from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.pair import read_pair
@@ -32,8 +30,7 @@ from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.sampling import Noise, log_distribution
-from spectune.runtime.shortlists import Shortlists
+from spectune.runtime.sampling import Noise
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Step
 
@@ -64,9 +61,12 @@ def shortlists_of(draft: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    return make_shortlisted_pair(tmp_path_factory.mktemp("shortlists"))
+
+
+def make_shortlisted_pair(folder: Path) -> LoadedPair:
     """A target, a language model ``near`` that often agrees with it, and two heads: one with a
     vocabulary of its own. In float64 rounding changes no choice."""
-    folder: Path = tmp_path_factory.mktemp("shortlists")
     words = tokenizer(VOCAB)
     target = tiny_model("llama", len(words), hidden=HIDDEN, layers=2)
     for name, model in (("target", target), ("near", perturbed(target, 0.05, 1))):
@@ -168,17 +168,6 @@ def test_text_is_autoregressions(pair: LoadedPair, sampling: Sampling, draft: st
     ]
     if sampling is HOT:
         check_texts(pair, sampling, mixed)
-
-
-@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 3}], ids=str)
-def test_text_is_autoregressions_under_filters(pair: LoadedPair, filters: dict[str, Any]) -> None:
-    """Top-k and top-p act on the shortlist's law in the draft, on the whole law in the target."""
-    policies = [
-        {"draft": "near", "shortlist": FREQUENT | {"size": 3}, **TREE},
-        {"draft": "near", "shortlist": by_router("near"), **STATIC},
-        {"draft": "near", "shortlist": by_router("near"), **CHAIN},
-    ]
-    check_texts(pair, Sampling(temperature=0.8, seed=3, **filters), policies)
 
 
 @pytest.mark.parametrize("sampling", [COLD, HOT], ids=lambda s: f"T{s.temperature}")
@@ -369,11 +358,11 @@ def nat_code(log_q: float) -> int:
 @pytest.mark.parametrize(
     ("draft", "sampling"), [("near", WARM), ("near", COLD), ("head", COLD), ("own", HOT)]
 )
-def test_trees_grow_from_the_union_over_their_beam(
+def test_a_pass_evaluates_the_union_and_each_node_proposes_from_its_own(
     pair: LoadedPair, draft: str, sampling: Sampling
 ) -> None:
     """S_t is the union over the level's expanded nodes; every node's children are its best by log
-    q_S + g over that S_t."""
+    q_S + g over its own shortlist."""
     reference = Reference(pair, draft)
     unions = children = 0
     for shortlist in shortlists_of(draft):
@@ -396,7 +385,8 @@ def test_trees_grow_from_the_union_over_their_beam(
                     alone = [len(reference.tokens(shortlist, step, text, [b])) for b in beam]
                     unions += len(support) > max(alone, default=0)
                     for path in beam:
-                        law = reference.law(text, path, support, sampling)
+                        own = reference.tokens(shortlist, step, text, [path])
+                        law = reference.law(text, path, own, sampling)
                         best = reference.best(law, noise, len(text) + step)[:4]
                         mine = [p[-1] for p in paths if p[:-1] == path and len(p) == step + 1]
                         ranks: Sequence[int] = range(4)
@@ -416,29 +406,6 @@ def ranks_of(paths: list[list[int]], path: list[int]) -> list[int]:
     for ranks, tokens in zip(created, paths, strict=False):
         known[tuple(tokens)] = ranks
     return known[tuple(path)]
-
-
-def test_a_proposal_depends_on_the_prefix_alone(pair: LoadedPair) -> None:
-    """What a draft proposes in the middle of a text, whatever it had read, is what a draft proposes
-    that reads the text anew."""
-    again = load_pair(pair.spec, device="cpu", dtype="float64", drafts=["near"]).drafts["near"]
-    fresh, rounds, lags = LanguageModelDraft(again), 0, set()
-    window = {"kind": "fsm", "gamma_max": 5}
-    routed = by_router("near")
-    for sampling, shortlist in ((COLD, routed), (HOT, routed), (HOT, BY_POSITION)):
-        prepared = ready(pair, "near", shortlist=shortlist, window=window)
-        assert prepared.shortlist is not None
-        for text, item, noise, chosen in followed(pair, prepared, sampling):
-            if not item.drafted:
-                continue
-            shortlists, depth = Shortlists(prepared.shortlist, again), len(item.drafted)
-            context = DraftContext(prepared, sampling, noise, shortlists)
-            fresh.begin(text, 512)
-            assert fresh.propose(text, depth, depth, context).tokens == item.drafted
-            assert [set(s.ids.tolist()) for s in shortlists.chosen] == chosen
-            rounds, lags = rounds + 1, lags | {item.step.lag}
-    assert rounds > 8
-    assert lags == {1, 2}
 
 
 # --------------------------------------------------------------------------- the rejection verifier
@@ -486,22 +453,6 @@ def test_rejection_is_lossless_in_law(shortlist: dict[str, Any]) -> None:
     assert p_value > 1e-3
 
 
-def test_the_draft_law_before_the_shortlist_fails_the_same_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The classical mistake, shortlisted draws with the whole law in ratio and residual, is told
-    from the exact law."""
-    propose = LanguageModelDraft.propose
-
-    def biased(self: LanguageModelDraft, text: list[int], *rest: Any) -> Drafted:
-        chain = propose(self, text, *rest)
-        rows = [logits_after(self.model, text + chain.tokens[:j])[None] for j in range(chain.count)]
-        return replace(chain, log_q=[log_distribution(row, PLAIN)[0] for row in rows])
-
-    monkeypatch.setattr(LanguageModelDraft, "propose", biased)
-    assert rejection_p_value(SMALL[0])[0] < 1e-6
-
-
 # -------------------------------------------------------------------------------------------- edges
 
 
@@ -518,20 +469,6 @@ def test_one_token_and_the_first_tokens_of_a_text(pair: LoadedPair) -> None:
                 request = decoder.request(Request("e", "c", ""), prompt, HOT, 6)
                 got, wanted = decoder.decode(request), plain.decode(request)
                 assert got.trajectory.output_ids.tolist() == wanted.trajectory.output_ids.tolist()
-
-
-def test_lower_precision_drafts_from_shortlists(pair: LoadedPair) -> None:
-    """bfloat16: what is drafted lies in the shortlist of its step;
-    routers are those of the same heads."""
-    low = load_pair(pair.spec, device="cpu", dtype="bfloat16")
-    for draft in ("near", "own"):
-        for shortlist, more in itertools.product((FREQUENT, by_router(draft)), (CHAIN, TREE)):
-            prepared = ready(low, draft, shortlist=shortlist, **more)
-            for _, item, _, chosen in followed(low, prepared, HOT, 5):
-                depths = item.tree.depths if item.tree else range(1, 1 + len(item.drafted))
-                drafted = zip(item.drafted, depths, strict=True)
-                assert all(token in chosen[depth - 1] for token, depth in drafted)
-                assert len(item.drafted) > 0 or item.finish
 
 
 # ---------------------------------------------------------------------------------- what is refused

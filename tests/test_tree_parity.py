@@ -16,7 +16,6 @@ from test_lossless import PROMPTS
 
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Nodes, ReplayTrace
-from spectune.optimizer.simulate.tree_tables import ShortlistRanks
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -167,14 +166,14 @@ def test_trees_change_no_text_and_replay_exactly(pair: LoadedPair, sampling: Sam
 
 
 def plain_rounds(
-    trace: ReplayTrace, policy: Policy, find: Artifacts, shortlist: ShortlistRanks | None = None
+    trace: ReplayTrace, policy: Policy, find: Artifacts
 ) -> list[list[tuple[int, ...]]]:
     """Every round by the plain loop over the recorded trees."""
     assert policy.draft is not None
     plan, sessions = prepare(policy, [policy.draft], artifacts=find), Sessions()
     forest, found = trace.forest(policy.draft), []
     for text, offset in zip(trace.trajectories, trace.offsets.tolist(), strict=False):
-        trees = RecordedTrees(forest, offset, shortlist)
+        trees = RecordedTrees(forest, offset)
         rounds = replay_rounds(text, None, plan, sessions, trees)
         found.append([shape(r.step) for r in rounds])
     return found

@@ -8,17 +8,10 @@ import random
 import numpy as np
 import pytest
 import tree_reference as reference
-from oracle import held_slots
 from test_trees import random_growth
 
 from spectune.optimizer.simulate.forest import Forest, tabulate_growth
-from spectune.optimizer.simulate.tree_tables import (
-    ABSENT,
-    NO_UNION,
-    ClusterUnion,
-    GrowthTable,
-    ShortlistRanks,
-)
+from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
 from spectune.runtime.trees.grow import TreeRule
 
 STARTS = 60
@@ -53,17 +46,10 @@ def random_forest(seed: int, *, width: int = 6, extra: int = 900) -> Forest:
 
 
 class Recorded:
-    """A forest as the reference reads it: a path is that of the children's slots. ``shortlist``
-    leaves children out, one level's frontier at a time, in creation order."""
+    """A forest as the reference reads it: a path is that of the children's slots."""
 
-    def __init__(
-        self,
-        forest: Forest,
-        start: int,
-        levels: list[set[tuple[int, ...]]] | None,
-        shortlist: ShortlistRanks | None,
-    ) -> None:
-        self.forest, self.start, self.shortlist, self.levels = forest, start, shortlist, levels
+    def __init__(self, forest: Forest, start: int) -> None:
+        self.forest, self.start = forest, start
 
     def node(self, path: tuple[int, ...]) -> int:
         node = int(self.forest.root[self.start])
@@ -75,18 +61,10 @@ class Recorded:
         f, node = self.forest, self.node(path)
         if node < 0:
             return reference.Law([], [], [], 0, 0)
-        read = () if self.levels is None else map(self.node, self.levels[len(path)])
-        slots = held_slots(node, f, self.shortlist, len(path), read)
+        slots = list(range(int(f.count[node])))
         logp, gap = f.logp[node, slots].tolist(), f.gap[node, slots].astype(int)
         gap = (gap - gap[:1]).tolist()
         return reference.Law(slots, logp, gap, int(f.entropy[node]), int(f.top_entropy[node]))
-
-
-def read_levels(tree: reference.Tree) -> list[set[tuple[int, ...]]]:
-    """The paths that each pass read, the root's first."""
-    read = [node for node in tree.candidates if node.expanded]
-    depth = max((node.depth for node in read), default=0)
-    return [{()}, *({n.path for n in read if n.depth == d} for d in range(1, depth + 1))]
 
 
 def check(
@@ -95,12 +73,10 @@ def check(
     rule: TreeRule,
     growth: reference.Growth,
     start: int,
-    shortlist: ShortlistRanks | None,
 ) -> None:
     """One start of a table against the reference's trees of every depth."""
-    levels: list[set[tuple[int, ...]]] | None = [{()}]
     for gamma in range(1, made.depth + 1):
-        draft = Recorded(forest, start, levels, shortlist)
+        draft = Recorded(forest, start)
         tree = reference.build(draft, growth, gamma=gamma)
         text: list[int] = []
         for _ in range(gamma):
@@ -129,7 +105,6 @@ def check(
             best = [first.logp, first.q_joint, first.entropy]
             assert made.best[start, gamma - 1].tolist() == best
         following = growing_next(tree, gamma, growth, rule)
-        levels = [*read_levels(tree), {node.path for node in following}][: gamma + 1]
         if not rule.static:
             assert made.width[start, gamma - 1] == len(following)
 
@@ -147,53 +122,19 @@ def growing_next(
     return reference.cheapest_first(level)[: rule.frontier]
 
 
-CASES = [
-    (kind, shortlisted)
-    for kind in ("top_k", "classifier")
-    for shortlisted in ("all", "frequency", "routed")
-]
-
-
-@pytest.mark.parametrize(("kind", "shortlisted"), [*CASES, ("static", "all")])
-def test_a_table_holds_what_each_start_grows(kind: str, shortlisted: str) -> None:
-    """Ranks, candidates, passes' widths, ends, what a stop reads: of every depth, with a shortlist
-    that shrinks and without."""
+@pytest.mark.parametrize("kind", ["top_k", "classifier", "static"])
+def test_a_table_holds_what_each_start_grows(kind: str) -> None:
+    """Ranks, candidates, passes' widths, ends, what a stop reads: of every depth."""
     missing, on_text = set(), 0
     for seed in range(4):
-        forest, rng = random_forest(seed), np.random.default_rng(seed)
-        drawn = random.Random(f"{kind} {seed}")
+        forest, drawn = random_forest(seed), random.Random(f"{kind} {seed}")
         width = 4 if kind == "static" else drawn.randint(1, 6)
         growth, rule = random_growth(drawn, kind, width)
-        made_of = {"all": None, "frequency": by_frequency(forest), "routed": routed(forest, rng)}
-        shortlist = made_of[shortlisted]
         depth = min(5, len(rule.static)) if rule.static else 5
-        rules = [(rule, np.arange(STARTS))]
-        made = tabulate_growth(forest, rules, depth, shortlist)
+        made = tabulate_growth(forest, [(rule, np.arange(STARTS))], depth)
         for start in range(0, STARTS, 3):
-            check(made, forest, rule, growth, start, shortlist)
+            check(made, forest, rule, growth, start)
         missing |= set(made.missing.tolist())
         on_text += int((made.rank != ABSENT).sum())
-        if shortlisted == "routed" and shortlist is not None:
-            assert 0 < made.size.max() <= shortlist.union.sizes.sum()
-            alone = tabulate_growth(forest, rules, depth, shortlist._replace(union=NO_UNION))
-            if kind == "top_k" and rule.width > 1:
-                assert made.pool.sum(dtype=np.int64) > alone.pool.sum(dtype=np.int64)
     assert len(missing) > 2, "no hole of the trie was met"
     assert on_text > 100
-
-
-def by_frequency(forest: Forest) -> ShortlistRanks:
-    ranks = np.random.default_rng(9).permutation(50).astype(np.int32)[forest.tokens]
-    return ShortlistRanks(ranks, np.array([45, 45, 30, 22, 18]))
-
-
-def routed(forest: Forest, rng: np.random.Generator) -> ShortlistRanks:
-    """Clusters that a level's nodes add to each other's shortlists."""
-    order = np.argsort(rng.random((len(forest.child), 12)), axis=1).astype(np.uint16)
-    cluster = rng.integers(0, 13, forest.child.shape).astype(np.uint16)  # 12: in none
-    place = np.concatenate([np.argsort(order, axis=1), np.full((len(order), 1), 12)], axis=1)
-    ranks = np.take_along_axis(place, cluster.astype(np.int64), 1).astype(np.int32)
-    union = ClusterUnion(
-        cluster, np.ascontiguousarray(order[:, :5]), np.append(rng.integers(1, 40, 12), 0)
-    )
-    return ShortlistRanks(ranks, np.array([8, 6, 3, 2, 1]), union)

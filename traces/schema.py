@@ -36,6 +36,9 @@ TOP_ENTROPY = 10
 NO_BIN = 255
 """The bin of a round that was not stratified."""
 
+SHORTLIST_MARK = "@"
+"""In the name of a recorded draft, what stands before the artifact of its shortlist."""
+
 OFF_TEXT = 255
 """The :attr:`Trie.text_slot` of a node after which no recorded child is the text's token."""
 

@@ -80,7 +80,8 @@ class Recording(Value):
     """A workload decoded by a pair (``source`` record), served traffic (``serve``), a copy of such
     (``gathered``), or what :data:`DESIGNED` says; ``recording`` until it is ``complete``.
 
-    ``n_requests`` to ``drafts`` count what is stored now; :mod:`traces.store` fills them in.
+    ``n_requests`` to ``drafts`` count what is stored now, but for drafts under shortlists;
+    :mod:`traces.store` fills them in.
     """
 
     id: Mapped[Str32] = mapped_column(primary_key=True)

@@ -25,6 +25,7 @@ from spectune.optimizer.fit.shared import StoredFit, keep, profile_of
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.search import search
+from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
@@ -77,6 +78,8 @@ def fit_recorded(
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
     opened = open_trace(store, info.id, replayed, skip_corrupted=True)
     trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
+    here = store, pair, info.id, opened.ordinals, fitted(store, pair.id)
+    trace.on_demand = ShortlistedDrafts(*here, few=0)
     if not candidates:
         longest = min((p.gamma_max for d in drafts for p in trace.panoramas[d]), default=1)
         space, seen = Space(tuple(drafts), longest), trace.select(parts.search)

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.ranks import recorded_ranks
-from spectune.optimizer.fit.shared import LeftOut, StoredFit, keep, search_texts
+from spectune.optimizer.fit.shared import StoredFit, keep, search_texts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError, WorkloadError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Trajectory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -29,33 +27,31 @@ def fit_fr_spec(
     pair: LoadedPair,
     *,
     corpus: Sequence[str] = (),
-    left_out: LeftOut | None = None,
-    ranked: bool = True,
+    half: bool = False,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores the vocabulary by how often its tokens occur in recorded texts, prompts included, or
     in the text files of ``corpus``.
 
-    EOS and the tokenizer's special tokens come first. The ranks of the recording under the order
-    are made as well (``ranks``, by draft), so that chains with shortlists of it replay exactly;
-    unless ``ranked`` is false.
-    Raises TraceError for a recording of another pair or without texts, WorkloadError for a file
-    that cannot be read or is empty.
+    EOS and the tokenizer's special tokens come first. ``half``: of the texts that a search may see
+    one half, so that the other can judge. Raises TraceError for a recording of another pair or
+    without texts, WorkloadError for a file that cannot be read or is empty.
     """
     progress("counting", 0, 1)
+    source: dict[str, Any] = {"corpus": list(corpus)}
     if corpus:
-        texts = [np.array(_tokens_of(pair, name)) for name in corpus]
-        source: dict[str, Any] = {"corpus": list(corpus)}
+        token_ids = [np.array(_tokens_of(pair, name)) for name in corpus]
     else:
-        texts = token_ids(search_texts(store, recording, pair.spec, left_out))
-        kept_out = None if left_out is None else list(left_out)
-        source = {"recording": recording, "requests": len(texts), "left_out": kept_out}
-    counts = count_tokens(texts, pair.target.vocab_size)
+        texts = search_texts(store, recording, pair.spec, half=half)
+        token_ids = [np.concatenate([t.prompt_ids, t.output_ids]) for t in texts]
+        source = {"recording": recording, "request_ids": [t.request_id for t in texts]}
+    counts = count_tokens(token_ids, pair.target.vocab_size)
     special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
     order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
     progress("counting", 1, 1)
     described, arrays = order.to_document()
     total, covered = int(counts.sum()), np.cumsum(counts[order.order])
+    sizes = sorted({min(order.vocab, 1 << bits) for bits in range(6, 20)})
     document = {
         **source,
         "pair": pair.id,
@@ -64,29 +60,16 @@ def fit_fr_spec(
         "distinct": int((counts > 0).sum()),
         "coverage": {
             str(size): round(float(covered[order.size(size) - 1]) / max(1, total), 6)
-            for size in shown_sizes(order.vocab)
+            for size in sizes
         },
     }
-    origin: dict[str, Any] = {k: source[k] for k in ("recording", "corpus") if k in source}
-    origin |= {"pair_id": pair.id, "fitted_to": (counts,)}
-    artifact = keep(store, FREQUENCIES, document, arrays, **origin)
-    trees = store.get_recording(recording).with_trees if ranked and not corpus else ()
-    document["ranks"] = {
-        d: recorded_ranks(store, pair, recording, d, [artifact], progress=progress)[0].artifact
-        for d in pair.drafts
-        if d in trees
-    }
+    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,))
     policy = {
         "draft": next(iter(pair.models), "DRAFT"),
         "window": {"kind": "fixed", "gamma": 4},
         "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
     }
     return StoredFit(artifact, FREQUENCIES, document, policy)
-
-
-def token_ids(texts: Sequence[Trajectory]) -> list[npt.NDArray[np.integer]]:
-    """Prompt and output of each text."""
-    return [np.concatenate([t.prompt_ids, t.output_ids]) for t in texts]
 
 
 def count_tokens(texts: Iterable[npt.NDArray[np.integer]], vocab: int) -> IntArray:
@@ -113,11 +96,6 @@ def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies
     )
 
 
-def shown_sizes(vocab: int) -> list[int]:
-    """Powers of two from 64 up to a vocabulary, and that."""
-    return sorted({min(vocab, 1 << bits) for bits in range(6, 20)})
-
-
 def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
     try:
         text = Path(name).read_text(encoding="utf-8")
@@ -126,13 +104,13 @@ def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
             f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files "
             "in UTF-8"
         ) from None
-    found = pair.encode(text)
-    if not found:
+    ids = pair.encode(text)
+    if not ids:
         raise WorkloadError(f"--corpus {name}: the file has no tokens")
-    if (unknown := max(found)) >= pair.target.vocab_size:
+    if (unknown := max(ids)) >= pair.target.vocab_size:
         raise WorkloadError(
             f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token "
             f"{unknown}, but the models know {pair.target.vocab_size} tokens; leave it out of the "
             "file, or give the tokenizer that the models were trained with"
         )
-    return found
+    return ids

@@ -20,9 +20,6 @@ from spectune.traces.store import TraceStore
 from spectune.traces.tables import Artifact, LatencyProfile, Trajectory
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-LeftOut = tuple[int, int]
-"""(i, n): a fit does without every n-th of the texts it may read, from the i-th on, so that it can
-be judged by those."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +106,27 @@ def held_out(group: npt.NDArray[Any], share: float, seed: int) -> npt.NDArray[np
 
 
 def search_texts(
-    store: TraceStore, recording: str, spec: PairSpec, left_out: LeftOut | None = None
+    store: TraceStore, recording: str, spec: PairSpec, *, half: bool = False
 ) -> list[Trajectory]:
-    """The texts of a recording that fits may read: its search part, less those ``left_out``. Raises
-    TraceError for a recording of another pair or without texts."""
+    """The texts of a recording that fits may read: its search part, or one ``half`` of it, so that
+    the other can judge. Raises TraceError for a recording of another pair or without texts."""
     info = recording_of(store, recording, spec)
     requests = store.load(info.id, [], skip_corrupted=True).requests
     parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
-    part = [requests[i].trajectory for i in parts.search]
-    if not part:
+    texts = [requests[i].trajectory for i in parts.search]
+    if not texts:
         raise TraceError(f"recording {info.id} has no usable request")
-    return [t for i, t in enumerate(part) if left_out is None or i % left_out[1] != left_out[0]]
+    return one_half(texts) if half else texts
+
+
+def one_half(texts: Sequence[Trajectory]) -> list[Trajectory]:
+    """Every second text of each category, at least one; every second category begins with its
+    second."""
+    place: dict[str, int] = {}
+    chosen = []
+    for text in texts:
+        n = place.setdefault(text.category, len(place))
+        place[text.category] = n + 1
+        if n % 2 == 0:
+            chosen.append(text)
+    return chosen or list(texts[:1])

@@ -226,17 +226,7 @@ def chooser_table(fitted: Mapping[str, Any]) -> RenderableType:
 
 
 def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
-    """Frequencies, clusters, a router or ranks, as fitted."""
-    if "kept" in fitted:
-        columns: tuple[str, ...] = ("tokens", "mass", "true_tokens")
-        order = f"frequencies {fitted.get('frequencies')}"
-        if "router" in fitted:
-            columns, order = ("clusters", *columns), f"router {fitted['router']}"
-        title = (
-            f"{fitted['requests']} requests, {fitted['nodes']} distributions of draft "
-            f"{fitted['draft']} under {order}"
-        )
-        return rows_table(fitted["kept"], columns, title)
+    """Frequencies or a router, as fitted."""
     if "coverage" in fitted:
         title = (
             f"{fitted['tokens']} tokens counted, {fitted['distinct']} of {fitted['vocab']} occur"
@@ -245,23 +235,11 @@ def shortlist_fit_table(fitted: Mapping[str, Any]) -> RenderableType:
         return shown(title, ("size", "of the counted tokens"), coverage)
     sizes = sorted(fitted["cluster_sizes"])
     about = (
-        f"{fitted['clusters']} clusters of {sizes[0]} to {sizes[-1]} tokens, median "
-        f"{sizes[len(sizes) // 2]}"
+        f"Router of draft {fitted['draft']}: {fitted['clusters']} clusters of {sizes[0]} to "
+        f"{sizes[-1]} tokens, median {sizes[len(sizes) // 2]}, learned from {fitted['contexts']} "
+        "contexts"
     )
-    if "scores" not in fitted:
-        return Text(_as_it_is(f"{about}; mean cosine to the centre {fitted['cohesion']:.3f}"))
-    scores = fitted["scores"]
-    parts = [scores[name] for name in ("recall", "mass", "frequency", "oracle")]
-    rows = [
-        (k, f"{scores['size'][i]:.0f}", *(f"{100 * shares[i]:.1f}%" for shares in parts))
-        for i, k in enumerate(scores["ks"])
-    ]
-    note = (
-        f"{scores['contexts']} contexts of texts held out; mass: of the draft's distribution, "
-        f"{scores['ceiling']:.3f} at most"
-    )
-    names = ("clusters", "tokens", "recall", "mass kept", "frequency, same size", "best clusters")
-    return shown(f"Router of draft {fitted['draft']}: {about}", names, rows, note)
+    return Text(_as_it_is(about))
 
 
 def rows_table(

@@ -17,15 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.simulate.tree_tables import (
-    NO_SHORTLIST,
     GrowthTable,
     Scratch,
-    ShortlistRanks,
     Trie,
     tabulate,
 )
 from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule
 from spectune.traces.errors import TraceError
+from spectune.traces.schema import SHORTLIST_MARK
 from spectune.traces.tables import Panorama, Trajectory
 
 GROWN_TOGETHER: Final = 1024
@@ -39,8 +38,9 @@ class Forest:
     ``root`` int64 [positions]: the node of each start. ``child`` int32 [nodes, K] (-1: not
     recorded), ``text_slot`` uint8 [nodes], and the distributions: ``tokens`` int32, ``logp`` and
     ``gap`` uint16 [nodes, K], ``entropy`` and ``top_entropy`` uint16, ``count`` uint8 [nodes].
-    ``limit`` int64 [positions]: the deepest level the token budget allows. ``full``: no filter of
-    the sampling can leave a distribution with fewer children than are read.
+    ``limit`` int64 [positions]: the deepest level the token budget allows. ``full``: neither a
+    filter of the sampling nor a shortlist can leave a distribution with fewer children than are
+    read.
     """
 
     draft: str
@@ -78,6 +78,8 @@ def join_trees(
     beyond those that were asked for.
     """
     first = panoramas[0]
+    full = SHORTLIST_MARK not in first.draft
+    full &= not any(t.sampling.filtered for t in trajectories)
     width = min(p.width for p in panoramas)
     roots, limits, children, offset = [], [], [], 0
     for t, p in zip(trajectories, panoramas, strict=True):
@@ -97,7 +99,7 @@ def join_trees(
         width=width,
         depth=min(p.gamma_max if width == 1 else p.depth for p in panoramas),
         shared=first.shared,
-        full=not any(t.sampling.filtered for t in trajectories),
+        full=full,
         root=np.concatenate(roots),
         limit=np.concatenate(limits),
         child=np.concatenate(children),
@@ -115,15 +117,12 @@ def tabulate_growth(
     forest: Forest,
     rules: Sequence[tuple[TreeRule, npt.NDArray[np.int64]]],
     depth: int,
-    shortlist: ShortlistRanks | None = None,
 ) -> GrowthTable:
     """Grows the trees of starts ``depth`` levels deep and keeps what policies ask of them.
 
     ``rules``: each rule with the starts (positions of the trace) that it grows; one per temperature
-    class. Selection, stop and bins of the rules are ignored. ``shortlist`` leaves out the children
-    beyond it; those that stay keep their codes, and a distribution has no more of them than were
-    recorded, so trees under a shortlist are approximate (docs/shortlists.md). Raises TraceError
-    when a rule reads more children than were recorded.
+    class. Selection, stop and bins of the rules are ignored. Raises TraceError when a rule reads
+    more children than were recorded.
     """
     rule = rules[0][0]
     if rule.width > forest.width:
@@ -133,13 +132,11 @@ def tabulate_growth(
             f"`record --resume ID --tree-width {rule.width}` widens it"
         )
     depth = min(depth, len(rule.static)) if rule.static else depth
-    routed = shortlist is not None and len(shortlist.union.order) > 0
-    table = GrowthTable.empty(len(forest.root), depth, routed=routed)
-    held, codes = NO_SHORTLIST if shortlist is None else shortlist, forest.codes
+    table = GrowthTable.empty(len(forest.root), depth)
     for one, starts in rules:
-        tree = Growing(one, depth).tree
-        scratch, at = Scratch.of(codes, one, held, depth), starts.astype(np.int64)
-        tabulate(at, one.compiled, codes, forest.trie, held, tree, scratch, table)
+        tree, scratch = Growing(one, depth).tree, Scratch.of(one, depth)
+        at = starts.astype(np.int64)
+        tabulate(at, one.compiled, forest.codes, forest.trie, tree, scratch, table)
     return table
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
-from spectune.optimizer.simulate.replay_trace import ALL_KNOWN, Replay, ReplayTrace, together
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
 from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
@@ -44,19 +44,22 @@ def run_replay(
     starts anew, and those of a choice by prompt always do. ``artifacts`` finds what the policy
     names that was fitted. Distributions that a tree lacks are read, level by level, by the trace's
     reader; without one they raise TraceError. If ``approximate``, nothing is read: such nodes have
-    no children, and ``Replay.missing`` counts the rounds. It also counts those whose shortlist
-    holds none of the children recorded, where the proposal is taken to be wrong.
+    no children, and ``Replay.missing`` counts the rounds. A shortlist that was not recorded is
+    replayed by ``trace.on_demand`` where there is that.
 
     Raises TraceError if the recording or the profile does not hold what the policy needs,
     PolicyError if the policy needs costs and there is no profile.
     """
     if isinstance(policy, PromptPolicy):
-        how = {"per_round": per_round, "approximate": approximate}
-        return _run_chosen(trace, policy, profile, artifacts, **how)
+        chosen = {"per_round": per_round, "approximate": approximate}
+        return _run_chosen(trace, policy, profile, artifacts, **chosen)
+    if policy.shortlisted and trace.on_demand is not None and trace.recorded(policy) is None:
+        how = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
+        return trace.on_demand.replay(trace, policy, profile, **how)
     plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(plan.window) if state is None else state
     replay = _run_plan(trace, plan, profile, state.fork(), per_round=per_round)
-    if approximate or plan.rules is None or plan.shortlist is not None:
+    if approximate or plan.rules is None:
         return replay
     for _ in range(policy.depth_max):
         if not replay.missing:
@@ -83,14 +86,14 @@ def _run_plan(
     per_round: bool,
 ) -> Replay:
     """One replay with what is recorded."""
-    policy, growth, doubtful = plan.policy, None, ALL_KNOWN
+    policy, growth = plan.policy, None
     if trace.uses_trees(policy):
         assert plan.rules is not None
-        growth = trace.growth(policy, plan.rules, plan.shortlist)
+        growth = trace.growth(policy, plan.rules)
     else:
-        words, doubtful = trace.outcomes(policy, plan.stop, plan.shortlist)
+        words = trace.outcomes(policy, plan.stop)
     costs, before = trace.costs(plan, profile, growth)
-    size = trace.tokens if per_round or len(doubtful) else 0
+    size = trace.tokens if per_round else 0
     sums = Sums(
         np.zeros((len(trace.order), 7), dtype=np.int64),
         before[trace.order],
@@ -101,14 +104,10 @@ def _run_plan(
     if growth is None:
         used = replay_chains(plan.window, state, trace.texts, words, costs, sums)
         missing = 0
-        if len(doubtful):
-            rounds = sums.rounds[:used]
-            at = trace.offsets[trace.order[rounds[:, 0]]] + rounds[:, 1]
-            missing = int((doubtful[at] < rounds[:, 2]).sum())
     else:
         assert plan.rules is not None
-        forest, stops = trace.forest(policy.draft), trace.stops(growth, plan.rules)
-        limits = TreeLimits.of(plan.rules[0], rereads=not forest.shared)
+        stops = trace.stops(growth, plan.rules)
+        limits = TreeLimits.of(plan.rules[0], rereads=trace.is_head(policy.draft))
         tables = growth, stops, trace.cached_from, limits
         used = replay_trees(plan.window, state, trace.texts, *tables, costs, sums)
         missing = int(sums.counts[:, 6].sum())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,6 @@ from spectune.optimizer.simulate.forest import (
     lacking_nodes,
     tabulate_growth,
 )
-from spectune.optimizer.simulate.shortlist_ranks import Ranks
-from spectune.optimizer.simulate.shortlists import (
-    RankedForest,
-    chain_seconds,
-    join_ranks,
-    restricted,
-    shortlist_ranks,
-    tree_seconds,
-)
 from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.costs import (
     FREE,
@@ -46,9 +37,8 @@ from spectune.runtime.costs import (
     round_costs,
     shortlist_seconds,
 )
-from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
@@ -57,8 +47,6 @@ from spectune.traces.schema import Counts, Outcome, RequestOutcome, Step
 from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
-
-ALL_KNOWN: Final[Index] = np.zeros(0, np.int64)
 
 CACHED_GROWTHS: Final = 48
 """Growth tables a trace keeps (a few hundred bytes a position each)."""
@@ -72,7 +60,22 @@ Nodes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Children of a panorama's nodes: (parents, slots) int64 [n]."""
 Reader = Callable[[str, Mapping[int, Nodes]], Mapping[int, Panorama]]
 """Reads what a replay lacked: given a draft and nodes by trajectory, returns their panoramas."""
+ONE: Final[Mapping[str, Any]] = {"constant_values": 1}
+
 Made = TypeVar("Made")
+
+
+class ReplaysShortlisted(Protocol):
+    """Replays policies whose shortlists a trace does not hold."""
+
+    def replay(
+        self,
+        trace: ReplayTrace,
+        policy: Policy,
+        profile: LatencyProfile | None,
+        **options: Any,
+    ) -> Replay:
+        """:func:`optimizer.simulate.replay.run_replay` of the requests of a trace."""
 
 
 def _unrecorded(draft: str, known: Iterable[str]) -> TraceError:
@@ -114,13 +117,12 @@ class ReplayTrace:
 
     ``panoramas`` maps each draft to its panoramas, one per trajectory in the same order. Requests
     are replayed in order, which matters only to windows that carry their state from one to the
-    next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``ranks`` maps
-    (draft, artifact of a shortlist) to what ``optimizer.fit`` finds. Shortlists of kind
-    ``clusters`` need them, chains under the others are exact with them. ``copies`` maps drafts that
-    copy, whatever the window, to what each request's starts would, uint8 [2, positions]: how many
-    tokens there are to copy, and how many of them the text goes on with. ``past`` tokens may be
-    drafted beyond those that were asked for. Raises TraceError where panoramas do not match, or
-    ranks lack a request.
+    next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``copies`` maps
+    drafts that copy, whatever the window, to what each request's starts would, uint8 [2,
+    positions]: how many tokens there are to copy, and how many of them the text goes on with.
+    ``past`` tokens may be drafted beyond those that were asked for. A draft under a shortlist goes
+    by :attr:`Policy.recorded_draft`, and the draft itself is there as well. Raises TraceError where
+    panoramas do not match.
     """
 
     def __init__(
@@ -129,7 +131,6 @@ class ReplayTrace:
         panoramas: Mapping[str, Sequence[Panorama]],
         *,
         seed: int = 0,
-        ranks: Mapping[tuple[str, str], Ranks] | None = None,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
         past: int = 0,
     ) -> None:
@@ -153,11 +154,8 @@ class ReplayTrace:
         }
         """Of drafts whose distributions are functions of the prefix; a head's are in its forest."""
         self._forests: dict[str, Forest] = {}
-        self.ranked: dict[tuple[str, str], RankedForest] = {}
-        for (draft, fitted), source in (ranks or {}).items():
-            self.ranked[draft, fitted] = join_ranks(
-                self.forest(draft), self.trajectories, panoramas[draft], source
-            )
+        self.on_demand: ReplaysShortlisted | None = None
+        """Who replays policies whose shortlists were not recorded."""
         self.copies = {
             draft: np.concatenate(parts, axis=1) for draft, parts in (copies or {}).items()
         }
@@ -167,7 +165,7 @@ class ReplayTrace:
         """Reads distributions that a replay lacks; None: such a replay is refused."""
         self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
         self._stops: Memo[tuple[GrowthTable, npt.NDArray[np.uint8]]] = Memo(CACHED_GROWTHS)
-        self._tables: Memo[tuple[Words, Index]] = Memo(CACHED_TABLES)
+        self._tables: Memo[Words] = Memo(CACHED_TABLES)
         self._costs: Memo[tuple[LatencyProfile, object, RoundCosts, FloatArray]] = Memo(
             CACHED_COSTS
         )
@@ -188,11 +186,6 @@ class ReplayTrace:
         return Texts(self.order, self.offsets, self.prompts, self.budgets + self.past, self.sampled)
 
     @property
-    def filtered(self) -> bool:
-        """Whether a filter of a request's sampling can leave a distribution with fewer children."""
-        return any(t.sampling.filtered for t in self.trajectories)
-
-    @property
     def tokens(self) -> int:
         """Output tokens of the requests replayed."""
         return int((self.offsets[self.order + 1] - self.offsets[self.order]).sum())
@@ -205,60 +198,49 @@ class ReplayTrace:
         part.order = np.array(list(requests), dtype=np.int64)
         return part
 
-    def outcomes(
-        self, policy: Policy, stop: CompiledStop, shortlist: ShortlistRule | None = None
-    ) -> tuple[Words, Index]:
-        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop, under a
-        shortlist what it leaves; and the step from which an outcome is not known, because none of
-        the recorded children is in the shortlist and nothing else says what the draft would
-        propose, int64 [positions] ([0] where every outcome is). Remembered. Raises TraceError if
-        too little was recorded."""
+    def recorded(self, policy: Policy) -> str | None:
+        """The name under which a policy's draft was recorded (of an artifact its beginning will
+        do); None where it was not."""
+        name = policy.recorded_draft
+        if not policy.shortlisted:
+            return name if name in self.panoramas else None
+        return next((known for known in self.panoramas if known.startswith(name)), None)
+
+    def _recorded(self, policy: Policy) -> str:
+        name = self.recorded(policy)
+        if name is None:
+            raise _unrecorded(policy.recorded_draft, self.panoramas)
+        return name
+
+    def outcomes(self, policy: Policy, stop: CompiledStop) -> Words:
+        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop,
+        remembered. Raises TraceError if too little was recorded."""
         if not policy.speculates:
-            return np.zeros(int(self.offsets[-1]), np.uint32), ALL_KNOWN
+            return np.zeros(int(self.offsets[-1]), np.uint32)
         if policy.draft in self.copies:
             length, run = self.copies[policy.draft].astype(np.uint32)
             cached = self.cached_from.astype(np.uint32)
-            return run | length << 8 | length << 16 | cached << 24, ALL_KNOWN
-        chains = self.chains.get(policy.draft)
-        if chains is None:
-            raise _unrecorded(policy.draft, self.chains)
+            copied: Words = run | length << 8 | length << 16 | cached << 24
+            return copied
+        name = self._recorded(policy)
+        chains = self.chains[name]
         check_reach(policy, chains)
-        whole = self._tables.get(
-            (policy.draft, stop),
-            lambda: (tabulate(chains, self.offsets, self.cached_from, stop, self.seed), ALL_KNOWN),
+        return self._tables.get(
+            (name, stop),
+            lambda: tabulate(chains, self.offsets, self.cached_from, stop, self.seed),
         )
-        if shortlist is None:
-            return whole
-        key = (policy.draft, stop, policy.shortlist.model_dump_json())
-        return self._tables.get(key, lambda: self._shortlisted(policy, stop, shortlist, whole[0]))
-
-    def _shortlisted(
-        self, policy: Policy, stop: CompiledStop, rule: ShortlistRule, words: Words
-    ) -> tuple[Words, Index]:
-        if self.chains[policy.draft].drawn.any():
-            raise TraceError(
-                "shortlist: texts of the rejection verifier do not show what a draft would propose "
-                "from a part of the vocabulary; record with the coupled one"
-            )
-        forest, ranked = self.forest(policy.draft), self._ranked(policy, rule)
-        left, doubtful = restricted(
-            words, forest, shortlist_ranks(forest, rule, GAMMA_LIMIT, ranked), stop, ranked
-        )
-        return left, ALL_KNOWN if (doubtful >= GAMMA_LIMIT).all() else doubtful
-
-    def _ranked(self, policy: Policy, rule: ShortlistRule) -> RankedForest | None:
-        """The ranks under a policy's shortlist, if they were given; its artifact may be
-        abbreviated."""
-        for (draft, fitted), ranked in self.ranked.items():
-            if draft == policy.draft and fitted.startswith(rule.block.artifact):
-                return ranked
-        return None
 
     def uses_trees(self, policy: Policy) -> bool:
-        """Whether a policy is replayed from a forest: it drafts trees, or by a head (whose chains
-        are trees too)."""
-        headed = policy.draft in self.panoramas and policy.draft not in self.chains
-        return policy.speculates and (policy.is_tree or headed)
+        """Whether a policy is replayed from a forest: it drafts trees, or distributions depend on
+        where a round began (a head's, and those under a budget that depends on the step)."""
+        name = self.recorded(policy)
+        by_start = name is not None and name not in self.chains
+        return policy.speculates and (policy.is_tree or by_start)
+
+    def is_head(self, draft: str) -> bool:
+        """Whether a draft of the pair is a head, which drafts trees alone and reads all emitted
+        tokens again."""
+        return draft in self.panoramas and draft not in self.chains
 
     def forest(self, draft: str) -> Forest:
         """The trees of a draft, joined when they are first asked for. Raises TraceError where there
@@ -270,29 +252,20 @@ class ReplayTrace:
             self._forests[draft] = found
         return self._forests[draft]
 
-    def growth(
-        self,
-        policy: Policy,
-        rules: tuple[TreeRule, TreeRule],
-        shortlist: ShortlistRule | None = None,
-    ) -> GrowthTable:
+    def growth(self, policy: Policy, rules: tuple[TreeRule, TreeRule]) -> GrowthTable:
         """What every start grows under a policy's growth, remembered; windows, selections, stops
         and bins share it.
 
         Raises TraceError if too little was recorded.
         """
-        forest = self.forest(policy.draft)
+        forest = self.forest(self._recorded(policy))
         # Shallower policies share the deepest one's table.
         depth = max(policy.depth_max, forest.depth)
-        blocks = policy.growth.model_dump_json(), policy.shortlist.model_dump_json()
-        key = (policy.draft, *blocks, depth, len(forest.text_slot))
+        key = (forest.draft, policy.growth.model_dump_json(), depth, len(forest.text_slot))
 
         def make() -> GrowthTable:
-            ranks = None
-            if shortlist is not None:
-                ranks = shortlist_ranks(forest, shortlist, depth, self._ranked(policy, shortlist))
             each = self._by_temperature(rules, np.arange(len(forest.root)))
-            return tabulate_growth(forest, each, depth, ranks)
+            return tabulate_growth(forest, each, depth)
 
         return self._growths.get(key, make)
 
@@ -308,7 +281,8 @@ class ReplayTrace:
     ) -> bool:
         """Reads the distributions that a policy's trees lack, of the requests replayed; False where
         there are none, or none could be read."""
-        draft, panoramas = policy.draft, list(self.panoramas[policy.draft])
+        draft = self._recorded(policy)
+        panoramas = list(self.panoramas[draft])
         replayed = np.repeat(np.isin(np.arange(len(panoramas)), self.order), np.diff(self.offsets))
         starts = np.flatnonzero(replayed & (growth.missing <= policy.depth_max))
         each = self._by_temperature(rules, starts)
@@ -346,13 +320,17 @@ class ReplayTrace:
         its first round; remembered. Both are 0 where there is no profile."""
         if profile is None:
             return FREE, np.zeros(len(self.trajectories))
-        kind = RoundKind.of(plan.policy, tree=growth is not None)
-        # A router's passes are priced up to the window, so a longer window has a table of its own.
-        reach = plan.policy.gamma_max if kind.routed else 0
-        key = (id(profile), id(growth), kind, plan.policy.shortlist.model_dump_json(), reach)
+        policy = plan.policy
+        tree = policy.speculates and (policy.is_tree or self.is_head(policy.draft))
+        kind = RoundKind.of(policy, tree=tree)
+        key = (id(profile), id(growth), kind, policy.shortlist.model_dump_json())
 
         def make() -> tuple[LatencyProfile, object, RoundCosts, FloatArray]:
-            passes, more = self._passes(plan, profile, growth)
+            passes = self._passes(growth) if tree and growth is not None else None
+            more = None
+            if plan.shortlist is not None:
+                nodes = None if passes is None else np.pad(passes.rows, ((0, 0), (1, 0)), **ONE)
+                more = shortlist_seconds(profile, plan.shortlist, nodes)
             tables = round_costs(
                 profile, kind, middles(self.max_context), passes=passes, shortlist_s=more
             )
@@ -361,30 +339,11 @@ class ReplayTrace:
 
         return self._costs.get(key, make)[2:]
 
-    def _passes(
-        self, plan: Plan, profile: LatencyProfile, growth: GrowthTable | None
-    ) -> tuple[Passes | None, FloatArray | None]:
-        """What the passes of a policy's drafts read at every start, where that differs, and what a
-        shortlist makes of their seconds."""
-        policy, rule = plan.policy, plan.shortlist
-        ranked = None if rule is None else self._ranked(policy, rule)
-        more = None
-        if rule is not None and (ranked is None or ranked.children is None):
-            more = shortlist_seconds(profile, rule)
-        elif rule is not None and growth is not None:
-            more = tree_seconds(growth, rule, profile)
-        elif rule is not None and ranked is not None:
-            forest = self.forest(policy.draft)
-            more = chain_seconds(forest, ranked, rule, profile, policy.gamma_max)
-        if growth is not None:
-            rows = growth.width
-        elif more is not None and more.ndim == 2:
-            rows = np.ones((len(more), max(1, policy.gamma_max - 1)), dtype=np.uint8)
-        else:
-            return None, more
+    def _passes(self, growth: GrowthTable) -> Passes:
+        """What the passes of a tree read at every start."""
         starts = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
         contexts = np.repeat(self.prompts - 1, np.diff(self.offsets)) + starts
-        return Passes(rows.astype(np.int64), contexts, self.hot.astype(np.int64)), more
+        return Passes(growth.width.astype(np.int64), contexts, self.hot.astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)

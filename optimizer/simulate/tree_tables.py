@@ -29,34 +29,6 @@ class Trie(NamedTuple):
     text_slot: npt.NDArray[np.uint8]
 
 
-class ClusterUnion(NamedTuple):
-    """What nodes of one level add to each other's routed shortlists: ``cluster`` uint16 [nodes, K]
-    of every child, ``order`` uint16 [nodes, C], each node's first clusters, and ``sizes`` int64 [M
-    + 1], their tokens; cluster M holds none and is never in."""
-
-    cluster: npt.NDArray[np.uint16]
-    order: npt.NDArray[np.uint16]
-    sizes: Index
-
-
-NO_UNION: Final = ClusterUnion(
-    np.zeros((0, 1), np.uint16), np.zeros((0, 0), np.uint16), np.zeros(0, np.int64)
-)
-
-
-class ShortlistRanks(NamedTuple):
-    """A shortlist over a forest: a child is in it at level l where its ``ranks`` int32 [nodes, K]
-    lies below ``budgets`` int64 [depth] [l - 1], or, with a ``union``, where the level's other
-    nodes add its cluster."""
-
-    ranks: npt.NDArray[np.int32]
-    budgets: Index
-    union: ClusterUnion = NO_UNION
-
-
-NO_SHORTLIST: Final = ShortlistRanks(np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
-
-
 class GrowthTable(NamedTuple):
     """What each start grows under one growth, D levels deep.
 
@@ -67,8 +39,6 @@ class GrowthTable(NamedTuple):
     uint16 [P, D]: HeteroSpec's Phi after level l. ``best`` uint16 [P, D, 3]: what a stop reads of
     level l (``Tree.stop``). ``end`` uint8 [P]: the level at which no node passes the classifier;
     ``missing``: the first level that needs a distribution which was not recorded (NEVER for none).
-    ``size`` int32 [P, D]: tokens of a routed shortlist at level l, as far as they are known; [0, D]
-    without one.
     """
 
     rank: npt.NDArray[np.uint16]
@@ -79,14 +49,13 @@ class GrowthTable(NamedTuple):
     best: npt.NDArray[np.uint16]
     end: npt.NDArray[np.uint8]
     missing: npt.NDArray[np.uint8]
-    size: npt.NDArray[np.int32]
 
     @property
     def depth(self) -> int:
         return int(self.rank.shape[1])
 
     @classmethod
-    def empty(cls, starts: int, depth: int, *, routed: bool = False) -> GrowthTable:
+    def empty(cls, starts: int, depth: int) -> GrowthTable:
         """A table of starts that grow nothing."""
         per_level = (starts, depth)
         return cls(
@@ -98,7 +67,6 @@ class GrowthTable(NamedTuple):
             best=np.zeros((*per_level, 3), np.uint16),
             end=np.full(starts, NEVER, np.uint8),
             missing=np.full(starts, NEVER, np.uint8),
-            size=np.zeros((starts if routed else 0, depth), np.int32),
         )
 
     def stops(self, rule: TreeRule) -> npt.NDArray[np.uint8]:
@@ -110,25 +78,16 @@ class GrowthTable(NamedTuple):
 
 class Scratch(NamedTuple):
     """Working memory for one start: ``front`` and ``following`` int64 [F], the nodes of this
-    frontier and the next (-1: not recorded); what a shortlist leaves of them: ``codes``, in
-    ``rows`` [F], and each child's recorded slot, ``slots`` [F, k]; ``added`` int64 [M + 1] marks
-    clusters; ``text`` int64 [D]: the candidate on the text."""
+    frontier and the next (-1: not recorded); ``text`` int64 [D]: the candidate on the text."""
 
     front: Index
     following: Index
-    codes: Codes
-    rows: Index
-    slots: Index
-    added: Index
     text: Index
 
     @classmethod
-    def of(cls, codes: Codes, rule: TreeRule, shortlist: ShortlistRanks, depth: int) -> Scratch:
+    def of(cls, rule: TreeRule, depth: int) -> Scratch:
         widest = max(1, rule.frontier)
-        sizes = widest, widest, (widest, rule.width), len(shortlist.union.sizes), depth
-        front, following, slots, added, text = (np.zeros(size, np.int64) for size in sizes)
-        few = Codes(*(np.zeros((widest, rule.width)[: x.ndim], x.dtype) for x in codes))
-        return cls(front, following, few, np.zeros(widest, np.int64), slots, added, text)
+        return cls(*(np.zeros(size, np.int64) for size in (widest, widest, depth)))
 
 
 @compiled()
@@ -137,7 +96,6 @@ def tabulate(
     rule: LevelRule,
     codes: Codes,
     trie: Trie,
-    shortlist: ShortlistRanks,
     tree: Tree,
     scratch: Scratch,
     table: GrowthTable,
@@ -150,19 +108,11 @@ def tabulate(
         # The text's node, its place in the frontier (NONE: it is lost), and the candidates so far.
         front[0], node, on, candidates = trie.root[s], int(trie.root[s]), 0, 0
         for level in range(1, depth + 1):
-            if shortlist.budgets.shape[0] > 0:
-                stamp = i * depth + level
-                width = tree.frontier[level - 1]
-                size = _restrict(rule, codes, shortlist, width, stamp, level, scratch)
-                if table.size.shape[0] > 0:
-                    table.size[s, level - 1] = size
-                grow_level(rule, scratch.codes, scratch.rows, level, tree)
-            else:
-                grow_level(rule, codes, front, level, tree)
+            grow_level(rule, codes, front, level, tree)
             at = NONE
             if on != NONE and node >= 0:
                 slot = int(trie.text_slot[node])
-                at = _candidate(rule, shortlist, scratch.slots, level, tree, on, slot)
+                at = _candidate(rule, level, tree, on, slot)
                 node = int(trie.child[node, slot]) if at != NONE else -1
             scratch.text[level - 1] = at
             begin, end = tree.size[level - 1], tree.size[level]
@@ -174,7 +124,7 @@ def tabulate(
                 table.best[s, level - 1, j] = min(tree.stop[level, j], 65535)
             if rule.confidence.size > 0 and tree.width[level] == 0 and table.end[s] == NEVER:
                 table.end[s] = level
-            lost, on = _follow(trie, shortlist, level, tree, scratch, at)
+            lost, on = _follow(trie, level, tree, scratch, at)
             table.read[s, level - 1] = on != NONE
             if lost and table.missing[s] == NEVER and trie.limit[s] > level:
                 table.missing[s] = level + 1
@@ -191,22 +141,9 @@ def count_below(costs: Index, bound: int) -> int:
 
 
 @compiled(inline=True)
-def _candidate(
-    rule: LevelRule,
-    shortlist: ShortlistRanks,
-    slots: Index,
-    level: int,
-    tree: Tree,
-    place: int,
-    slot: int,
-) -> int:
-    """The candidate of a level that is the child, in the recorded ``slot``, of a place of the
-    frontier above; NONE: there is none."""
-    rank = slot
-    if shortlist.budgets.shape[0] > 0:
-        rank = 0
-        while rank < rule.width and slots[place, rank] != slot:
-            rank += 1
+def _candidate(rule: LevelRule, level: int, tree: Tree, place: int, rank: int) -> int:
+    """The candidate of a level that is the child of a ``rank`` of a place of the frontier above;
+    NONE: there is none."""
     if rank >= rule.width:
         return NONE
     at, end = tree.size[level - 1] + place * rule.width + rank, tree.size[level]
@@ -218,9 +155,7 @@ def _candidate(
 
 
 @compiled(inline=True)
-def _follow(
-    trie: Trie, shortlist: ShortlistRanks, level: int, tree: Tree, scratch: Scratch, text: int
-) -> tuple[bool, int]:
+def _follow(trie: Trie, level: int, tree: Tree, scratch: Scratch, text: int) -> tuple[bool, int]:
     """Goes down to the nodes of a level's frontier: whether one of them was not recorded, and the
     place of the candidate ``text`` (NONE: it has none)."""
     lost, on = False, NONE
@@ -229,8 +164,6 @@ def _follow(
         if tree.place[level, j] == NONE:
             continue
         above, rank = tree.above[level, j], tree.rank[level, j]
-        if shortlist.budgets.shape[0] > 0:
-            rank = scratch.slots[above, rank]
         scratch.following[j] = trie.child[scratch.front[above], rank]
         lost |= scratch.following[j] < 0
         if tree.place[level, j] == text:
@@ -255,49 +188,3 @@ def _rank(depth: int, tree: Tree, text: Index, s: int, table: GrowthTable) -> No
         for deepest in range(level + 1, depth):
             before += count_below(tree.cost[tree.size[deepest] : tree.size[deepest + 1]], cost)
             table.rank[s, deepest, level] = min(before, ABSENT - 1)
-
-
-@compiled(inline=True)
-def _restrict(
-    rule: LevelRule,
-    codes: Codes,
-    shortlist: ShortlistRanks,
-    frontier: int,
-    stamp: int,
-    level: int,
-    scratch: Scratch,
-) -> int:
-    """Writes what a shortlist leaves of a frontier's distributions: the first k children in it,
-    their codes as they are but for the gaps, which are to the first of them. How many tokens a
-    union over the level holds, as far as the nodes' orders go; of a budget beyond them as many more
-    as it exceeds them. ``stamp`` marks this union's clusters."""
-    union, budget = shortlist.union, shortlist.budgets[level - 1]
-    reach, tokens, every = union.order.shape[1], 0, 0
-    if reach > 0:
-        for f in range(frontier):
-            for c in range(min(budget, reach) if scratch.front[f] >= 0 else 0):
-                if scratch.added[union.order[scratch.front[f], c]] != stamp:
-                    scratch.added[union.order[scratch.front[f], c]] = stamp
-                    tokens += union.sizes[union.order[scratch.front[f], c]]
-        for c in range(union.sizes.shape[0]):
-            every += union.sizes[c]
-        tokens = min(tokens * max(budget, reach) // reach, every)
-    few = scratch.codes
-    for f in range(frontier):
-        node, there = scratch.front[f], 0
-        scratch.rows[f] = f if node >= 0 else -1
-        for slot in range(codes.count[node] if node >= 0 else 0):
-            if there == rule.width:
-                break
-            if shortlist.ranks[node, slot] < budget or (
-                reach > 0 and scratch.added[union.cluster[node, slot]] == stamp
-            ):
-                scratch.slots[f, there] = slot
-                few.tokens[f, there] = codes.tokens[node, slot]
-                few.logp[f, there] = codes.logp[node, slot]
-                few.gap[f, there] = codes.gap[node, slot] - codes.gap[node, scratch.slots[f, 0]]
-                there += 1
-        few.count[f] = there
-        if node >= 0:
-            few.entropy[f], few.top_entropy[f] = codes.entropy[node], codes.top_entropy[node]
-    return tokens

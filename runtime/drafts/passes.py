@@ -47,12 +47,9 @@ class TreeReader(ABC):
         """Float32 logits [logits (None: n), vocab] after n tokens, children of the nodes read last
         in places ``parents`` (None: of the root), and the hidden states [n, hidden_size]."""
 
-    def level(
-        self, tokens: Tensor, parents: Tensor | None, depth: int, exists: Tensor | None = None
-    ) -> Tensor:
+    def level(self, tokens: Tensor, parents: Tensor | None, depth: int) -> Tensor:
         """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that
-        pass depth - 1 read in these places (None: of the root). ``exists`` bool [n]: the tokens
-        that are nodes of the tree; None: all."""
+        pass depth - 1 read in these places (None: of the root)."""
         at = self._place(len(tokens), parents, depth)
         if self._shortlists is None:
             return self._read(tokens, parents, at, None)[0]
@@ -61,7 +58,6 @@ class TreeReader(ABC):
             depth,
             tokens,
             self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
-            exists,
         )
         return self._listed(states, support)
 

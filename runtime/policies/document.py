@@ -41,7 +41,7 @@ from spectune.runtime.policies.on_the_fly import (
 from spectune.runtime.policies.sequoia import StaticGrowth
 from spectune.runtime.policies.stops import EntropyStop, JointProbStop, MaxProbStop, NoStop, Stop
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import policy_id
+from spectune.traces.schema import SHORTLIST_MARK, policy_id
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "MALFORMED",
@@ -197,6 +197,17 @@ class Policy(Block):
     def shortlisted(self) -> bool:
         """Whether the draft evaluates a part of its output head only."""
         return not isinstance(self.shortlist, FullShortlist)
+
+    @property
+    def recorded_draft(self) -> str:
+        """The draft's name in recordings. Under a shortlist it is a draft of its own, such as
+        ``small/fr-1024@ARTIFACT``."""
+        shortlist = self.shortlist
+        if isinstance(shortlist, FullShortlist):
+            return self.draft
+        method = {"frequency": "fr", "position_frequency": "pa-fr"}.get(shortlist.kind, "clusters")
+        budgets = "-".join(str(getattr(shortlist, name)) for name in shortlist.shown)
+        return f"{self.draft}/{method}-{budgets}{SHORTLIST_MARK}{shortlist.artifact}"
 
     @property
     def depth_max(self) -> int:

@@ -1,5 +1,5 @@
 """DynaSpec: shortlists of token clusters that a router selects by context (section 4.2; equation
-3). Fitting is :mod:`optimizer.fit.dynaspec` and :mod:`optimizer.fit.clusters`; drafting with them
+3). Fitting is :mod:`optimizer.fit.dynaspec`; drafting with them
 is :mod:`runtime.shortlists`."""
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class ClustersShortlist(Shortlist):
 
     @classmethod
     def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super().nearest(values)
         k1 = min(values["k1"], values["k0"])
         return {**values, "k1": k1, "k_min": min(values["k_min"], k1)}
 

@@ -18,9 +18,17 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Shortlist(Block):
-    """A part of the draft's output head."""
+    """A part of the draft's output head. Budgets are searched by powers of two, so that what is
+    recorded of one serves many policies."""
 
     reads_draft = True
+
+    @classmethod
+    def nearest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: 1 << (value.bit_length() - 1) if isinstance(value, int) else value
+            for key, value in values.items()
+        }
 
 
 class FrequencyShortlist(Shortlist):

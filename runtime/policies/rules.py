@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spectune.runtime.policies.artifacts import (
     BINS,
@@ -20,6 +21,7 @@ from spectune.runtime.policies.artifacts import (
 )
 from spectune.runtime.policies.c2t import beta_code, confidence_table, read_weights
 from spectune.runtime.policies.document import (
+    GAMMA_LIMIT,
     ChainGrowth,
     ClassifierGrowth,
     ClustersShortlist,
@@ -35,6 +37,8 @@ from spectune.runtime.policies.heterospec import kept_nodes
 from spectune.runtime.policies.sequoia import static_levels
 from spectune.runtime.policies.stops import compile_stop
 from spectune.runtime.trees.grow import TreeRule
+
+FloatArray = npt.NDArray[np.float64]
 
 
 def compile_tree(policy: Policy, *, sampled: bool, artifacts: Artifacts | None = None) -> TreeRule:
@@ -95,6 +99,21 @@ class ShortlistRule:
     def routed(self) -> bool:
         """Whether the shortlist depends on the context."""
         return self.routing is not None
+
+    @property
+    def by_step(self) -> bool:
+        """Whether the budget depends on the draft step."""
+        return len({self.budget(step) for step in range(GAMMA_LIMIT)}) > 1
+
+    def sizes(self, nodes: npt.NDArray[Any], step: int) -> FloatArray:
+        """Tokens that a pass of draft step ``step`` over so many ``nodes`` evaluates, float64; of a
+        router the expected union of clusters that nodes select independently of each other."""
+        if self.routing is None:
+            assert self.frequencies is not None
+            return np.full(nodes.shape, float(self.frequencies.size(self.budget(step))))
+        clusters = self.routing.clusters
+        share = min(1.0, self.budget(step) / clusters.count)
+        return np.asarray(clusters.vocab * (1.0 - (1.0 - share) ** nodes))
 
     def budget(self, step: int) -> int:
         """Tokens, or clusters of each node, at draft step ``step``, counted from 0 within a round

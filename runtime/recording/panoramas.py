@@ -20,9 +20,12 @@ from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import TopKGrowth
+from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
 from spectune.runtime.sampling import log_distribution
+from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, Reads, TreeRule
+from spectune.traces.errors import TraceError
 from spectune.traces.schema import OFF_TEXT, PROB_SCALE, Trie
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -76,9 +79,50 @@ def record_panorama(
     ``rejection`` above temperature 0."""
     if draft == "ngram":
         return _ngram_panorama(trajectory, gamma_max)
-    text = _Recorder(pair, trajectory, draft, width)
-    sampled = not text.sampling.greedy
+    sampled = not trajectory.sampling.greedy and trajectory.verifier != "greedy"
     growths = recorded_growths(gamma_max, width, depth, sampled=sampled)
+    made = _recorded(pair, trajectory, draft, growths, width)
+    return replace(made, gamma_max=max(gamma_max, depth), depth=depth)
+
+
+def record_shortlisted(
+    pair: LoadedPair,
+    trajectory: Trajectory,
+    rule: ShortlistRule,
+    name: str,
+    gamma_max: int,
+    width: int = 1,
+    growth: RecordedGrowth | None = None,
+) -> Panorama:
+    """Returns what a draft would propose under a policy's shortlist, as a draft of its own with a
+    ``name``, by the runtime's own passes over a part of its output head: chains of ``gamma_max``
+    tokens, and a ``growth`` of at most ``width`` children a node.
+
+    Raises TraceError for a text of the ``rejection`` verifier where budgets depend on the draft
+    step: its chance of a token is not a function of the prefix."""
+    drawn = trajectory.verifier == "rejection" and not trajectory.sampling.greedy
+    if drawn and rule.by_step:
+        raise TraceError(
+            "shortlist: a budget that depends on the draft step cannot be replayed on texts of the "
+            "rejection verifier; use kind frequency, or record with the coupled verifier"
+        )
+    growths = [RecordedGrowth(TreeRule(1, 1), gamma_max), *([growth] if growth else [])]
+    shortlists = Shortlists(rule, pair.models[rule.draft])
+    made = _recorded(pair, trajectory, rule.draft, growths, width, shortlists)
+    return replace(made, draft=name, gamma_max=gamma_max)
+
+
+def _recorded(
+    pair: LoadedPair,
+    trajectory: Trajectory,
+    draft: str,
+    growths: Sequence[RecordedGrowth],
+    width: int,
+    shortlists: Shortlists | None = None,
+) -> Panorama:
+    """Every distribution that growths read, the first of which are chains."""
+    text = _Recorder(pair, trajectory, draft, width, shortlists)
+    sampled = not text.sampling.greedy
     drawn = text.shared and sampled and trajectory.verifier == "rejection"
     accept = text.read_roots(pair if drawn else None)
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
@@ -89,9 +133,9 @@ def record_panorama(
         text.grow(growths, starts[at : at + group], budgets[at : at + group])
     return Panorama(
         draft=draft,
-        gamma_max=max(gamma_max, depth),
+        gamma_max=growths[0].depth,
         width=width,
-        depth=depth,
+        depth=1,
         shared=text.shared,
         trie=text.trie(accept),
     )
@@ -103,14 +147,17 @@ def extend_panorama(
     panorama: Panorama,
     parents: np.ndarray,
     slots: np.ndarray,
+    rule: ShortlistRule | None = None,
 ) -> Panorama:
     """Returns a panorama with more distributions: after the child in each of ``slots`` int64 [n] of
     the nodes ``parents`` int64 [n]. Those that it holds, or that lie beyond the draft's context,
-    are left out."""
-    text = _Recorder(pair, trajectory, panorama.draft, panorama.width)
+    are left out. ``rule``: the shortlist of the draft."""
+    draft = panorama.draft if rule is None else rule.draft
+    shortlists = None if rule is None else Shortlists(rule, pair.models[draft])
+    text = _Recorder(pair, trajectory, draft, panorama.width, shortlists)
     text.resume(panorama)
     depth = text.columns["position"][parents] + 1 + text.prompt
-    fits = depth < pair.context([panorama.draft]).positions
+    fits = depth < pair.context([draft]).positions
     text.read(parents[fits], slots[fits])
     return replace(panorama, trie=text.trie(panorama.trie.accept))
 
@@ -160,9 +207,19 @@ class _Recorder(RecordedText):
     """The distributions read so far of one text, a node each, in columns; the first ``roots`` nodes
     are the text's own prefixes. ``child`` [n, k] numbers the nodes below, -1: not read."""
 
-    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str, width: int) -> None:
-        super().__init__(pair, trajectory, draft)
+    def __init__(
+        self,
+        pair: LoadedPair,
+        trajectory: Trajectory,
+        draft: str,
+        width: int,
+        shortlists: Shortlists | None = None,
+    ) -> None:
+        super().__init__(pair, trajectory, draft, shortlists)
         self.width = width
+        self._every = None
+        if shortlists is not None:  # a shortlist may hold fewer tokens than children are read
+            self._every = torch.arange(pair.target.vocab_size, device=pair.device)
         self.roots = self.n = len(self.output) + 1
         self._cached: dict[int, int] = {}
         """The place of each node off the text among those that the passes have read."""
@@ -334,4 +391,4 @@ class _Recorder(RecordedText):
             perturb = partial(self.noise.add, positions=positions)
         grows = self.width > 1  # no chain reads the others
         reads = Reads(self.width, gap=grows, top_entropy=grows)
-        return codes_on_host(best_children(logits, self.sampling, perturb, reads))
+        return codes_on_host(best_children(logits, self.sampling, perturb, reads, self._every))

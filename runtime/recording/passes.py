@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.sampling import Noise
+from spectune.runtime.shortlists import Shortlists
 from spectune.traces.schema import Sampling, request_seed
 from spectune.traces.tables import Trajectory
 
@@ -35,13 +37,21 @@ class Nodes(NamedTuple):
 class Passes(ABC):
     """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are
     shared under a mask, drafted nodes lie behind them. ``shared``: distributions are functions of
-    the prefix, whatever start they are drafted from."""
+    the prefix, whatever start they are drafted from. Under ``shortlists`` logits outside of a
+    node's are -inf."""
 
     shared: bool
     first_slot = 0
 
-    def __init__(self, model: CausalModel | EagleHead, text: list[int], prompt: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel | EagleHead,
+        text: list[int],
+        prompt: int,
+        shortlists: Shortlists | None = None,
+    ) -> None:
         self.cached, self.text, self.prompt, self.device = model, text, prompt, model.device
+        self.shortlists = shortlists
 
     @abstractmethod
     def roots(self) -> Iterator[torch.Tensor]:
@@ -51,6 +61,25 @@ class Passes(ABC):
     @abstractmethod
     def nodes(self, nodes: Nodes) -> torch.Tensor:
         """Float32 logits [n, vocab] after drafted nodes."""
+
+    def _listed(
+        self,
+        steps: Sequence[int],
+        ids: torch.Tensor,
+        previous: torch.Tensor,
+        states: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [n, vocab] over shortlists, each of a draft step, for tokens ``ids``, the states
+        [n, d] of the tokens before them and their own."""
+        assert self.shortlists is not None
+        size = len(states), self.cached.vocab_size
+        rows = torch.full(size, -math.inf, device=self.device)
+        for step in sorted(set(steps)):
+            at = torch.tensor([n for n, one in enumerate(steps) if one == step], device=self.device)
+            support = self.shortlists.select(step, ids[at], previous[at])
+            self.shortlists.chosen.clear()
+            rows[at[:, None], support.ids] = self.shortlists.logits(states[at], support)
+        return rows
 
     def _reserve(self, nodes: int) -> None:
         self.cached.reserve(len(self.text) + nodes)
@@ -74,22 +103,46 @@ class Passes(ABC):
 class LanguageModelPasses(Passes):
     """A language model's passes."""
 
-    shared = True
-
-    def __init__(self, model: CausalModel, text: list[int], prompt: int) -> None:
-        super().__init__(model, text, prompt)
+    def __init__(
+        self, model: CausalModel, text: list[int], prompt: int, shortlists: Shortlists | None = None
+    ) -> None:
+        super().__init__(model, text, prompt, shortlists)
         self.model = model
+        self.shared = shortlists is None or not shortlists.rule.by_step
+        self._root_states = self._node_states = torch.zeros(0)
+        """Under shortlists, the states after each start and after the drafted nodes in hand."""
 
     def roots(self) -> Iterator[torch.Tensor]:
         self._reserve(ROOM)
         ids = torch.tensor(self.text, device=self.device)
-        self.model.read(ids[: self.prompt - 1], 0)
+        last = self.model.read(ids[: self.prompt - 1], 0)
+        if not len(last):
+            last = last.new_zeros(1, last.shape[1])
+        read = list[torch.Tensor]()
         for at in range(self.prompt - 1, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
-            yield self.model.chain(part, at, logits=len(part))[0]
+            if self.shortlists is None:
+                yield self.model.chain(part, at, logits=len(part))[0]
+                continue
+            states = self.model.chain(part, at, logits=0)[1].clone()
+            yield self._listed([0] * len(part), part, torch.cat([last, states[:-1]]), states)
+            read.append(states)
+            last = states[-1:]
+        if self.shortlists is not None:
+            self._root_states = torch.cat(read)
+            self._node_states = self._root_states[:0]
 
     def nodes(self, nodes: Nodes) -> torch.Tensor:
-        return self.model.run(nodes.ids, *self._place(nodes))[0]
+        if self.shortlists is None:
+            return self.model.run(nodes.ids, *self._place(nodes))[0]
+        previous = [
+            self._node_states[a[-1]] if a else self._root_states[s]
+            for a, s in zip(nodes.above, nodes.starts, strict=True)
+        ]
+        states = self.model.run(nodes.ids, *self._place(nodes), logits=0)[1]
+        self._node_states = torch.cat([self._node_states[: nodes.numbers[0]], states])
+        steps = [1 + len(above) for above in nodes.above]
+        return self._listed(steps, nodes.ids, torch.stack(previous), states)
 
 
 class HeadPasses(Passes):
@@ -99,8 +152,15 @@ class HeadPasses(Passes):
     shared = False
     first_slot = 1
 
-    def __init__(self, target: CausalModel, head: EagleHead, text: list[int], prompt: int) -> None:
-        super().__init__(head, text, prompt)
+    def __init__(
+        self,
+        target: CausalModel,
+        head: EagleHead,
+        text: list[int],
+        prompt: int,
+        shortlists: Shortlists | None = None,
+    ) -> None:
+        super().__init__(head, text, prompt, shortlists)
         self.target, self.head = target, head
         self._root_hidden = torch.zeros(0)
         self._hidden = torch.zeros(0)
@@ -112,13 +172,20 @@ class HeadPasses(Passes):
         features = self.target.tapped[:, columns(self.target, head)]
         self._reserve(ROOM)
         first, outputs = max(1, self.prompt - 1), list[torch.Tensor]()
+        last = torch.zeros(1, head.hidden_size, device=self.device, dtype=head.dtype)
         for at in range(1, first, CHUNK):
             stop = min(at + CHUNK, first)
-            head.chain(ids[at:stop], at, logits=0, hidden=features[at - 1 : stop - 1])
+            out = head.chain(ids[at:stop], at, logits=0, hidden=features[at - 1 : stop - 1])[1]
+            last = head.state(out[-1:])
         for at in range(first, len(self.text), CHUNK):
             part = ids[at : at + CHUNK]
             fed = features[at - 1 : at - 1 + len(part)]
-            rows, out = head.chain(part, at, logits=len(part), hidden=fed)
+            of_all = len(part) if self.shortlists is None else 0
+            rows, out = head.chain(part, at, logits=of_all, hidden=fed)
+            if self.shortlists is not None:
+                states = head.state(out)
+                rows = self._listed([0] * len(part), part, torch.cat([last, states[:-1]]), states)
+                last = states[-1:]
             if self.prompt == 1 and not outputs:
                 # Nothing was read that a row after the prompt would follow; a head drafts nothing
                 # there.
@@ -129,35 +196,46 @@ class HeadPasses(Passes):
         self._root_hidden, self._hidden = hidden, hidden.new_zeros(0, hidden.shape[1])
 
     def nodes(self, nodes: Nodes) -> torch.Tensor:
-        return self._read(nodes)[0]
-
-    def _read(self, nodes: Nodes, logits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and outputs of the head after drafted nodes."""
-        fed = [
-            self._hidden[a[-1]] if a else self._root_hidden[s]
-            for a, s in zip(nodes.above, nodes.starts, strict=True)
-        ]
+        fed = torch.stack(
+            [
+                self._hidden[a[-1]] if a else self._root_hidden[s]
+                for a, s in zip(nodes.above, nodes.starts, strict=True)
+            ]
+        )
+        logits = None if self.shortlists is None else 0
         rows, out = self.head.run(
-            nodes.ids, *self._place(nodes), logits=logits, hidden=torch.stack(fed), recurrent=True
+            nodes.ids, *self._place(nodes), logits=logits, hidden=fed, recurrent=True
         )
         self._hidden = torch.cat([self._hidden[: nodes.numbers[0]], out])
-        return rows, out
+        if self.shortlists is None:
+            return rows
+        steps = [1 + len(above) for above in nodes.above]
+        return self._listed(steps, nodes.ids, self.head.state(fed), self.head.state(out))
 
 
 class RecordedText:
     """One recorded text as a panorama pass reads it: ``output`` follows the first ``prompt`` tokens
-    of ``text``, ``noise`` is the target's (None: greedy), ``passes`` are the draft's."""
+    of ``text``, ``noise`` is the target's (None: greedy), ``passes`` are the draft's, under the
+    ``shortlists`` of a policy."""
 
-    def __init__(self, pair: LoadedPair, trajectory: Trajectory, draft: str) -> None:
+    def __init__(
+        self,
+        pair: LoadedPair,
+        trajectory: Trajectory,
+        draft: str,
+        shortlists: Shortlists | None = None,
+    ) -> None:
         self.sampling = Sampling() if trajectory.verifier == "greedy" else trajectory.sampling
         self.output: list[int] = trajectory.output_ids.tolist()
         self.text = [*trajectory.prompt_ids.tolist(), *self.output]
         self.prompt = len(trajectory.prompt_ids)
         self.passes: Passes
         if draft in pair.heads:
-            self.passes = HeadPasses(pair.target, pair.heads[draft], self.text, self.prompt)
+            head = pair.heads[draft]
+            self.passes = HeadPasses(pair.target, head, self.text, self.prompt, shortlists)
         else:
-            self.passes = LanguageModelPasses(pair.drafts[draft], self.text, self.prompt)
+            model = pair.drafts[draft]
+            self.passes = LanguageModelPasses(model, self.text, self.prompt, shortlists)
         self.shared = self.passes.shared
         seed = request_seed(self.sampling.seed, trajectory.request_id)
         vocab, device = pair.target.vocab_size, pair.target.device

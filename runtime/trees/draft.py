@@ -17,7 +17,7 @@ import torch
 
 from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.policies.heterospec import bin_of
-from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule, select
+from spectune.runtime.trees.grow import Codes, Growing, TreeRule, select
 from spectune.traces.schema import NO_BIN
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ class ModelDistributions:
         place = tree.place[level, :width]
         tokens = torch.from_numpy(tree.token[np.maximum(place, 0)]).to(device)
         above = None if level == 1 else torch.from_numpy(tree.above[level, :width]).to(device)
-        # A static tree reads its places whether or not there is a node; shortlists are for nodes.
-        exists = torch.from_numpy(place != NONE).to(device) if self.rule.static else None
-        return self._codes(self.reader.level(tokens, above, level, exists), level + 1)
+        return self._codes(self.reader.level(tokens, above, level), level + 1)
 
     def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
         """Codes of distributions whose children stand at ``depth``."""

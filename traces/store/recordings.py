@@ -18,7 +18,7 @@ from spectune.traces.acceptance import compact, keep_probability, step_survival,
 from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
-from spectune.traces.schema import Extent, Sampling, Step, Verifier
+from spectune.traces.schema import SHORTLIST_MARK, Extent, Sampling, Step, Verifier
 from spectune.traces.store.rows import Storage, insert, newest, require, resolve
 from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorkload, Trajectory
 
@@ -308,6 +308,7 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
     }
     least = (func.min(column) for column in (p.gamma_max, p.width, p.depth))
     extents = select(p.recording_id, p.draft, func.count(), *least).order_by(p.draft)
+    extents = extents.where(~p.draft.contains(SHORTLIST_MARK))
     drafts: dict[str, dict[str, Extent]] = {}
     by_draft = extents.where(p.recording_id.in_(ids)).group_by(p.recording_id, p.draft)
     for name, draft, *extent in session.execute(by_draft):
