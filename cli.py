@@ -1,38 +1,36 @@
-"""The door: gathers the commands (:mod:`optimizer.commands`), and turns errors into one line.
+"""The door: the commands of :mod:`spectune.api` with options made from :mod:`spectune.settings`;
+errors become one line.
 
-Importing this module imports no torch, so that --help answers at once; commands import what they
-need.
+Importing this module imports no torch, so that --help answers at once.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from difflib import get_close_matches
 from types import FrameType
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from spectune.optimizer.commands.config import option, use_config
-from spectune.optimizer.commands.database import db
-from spectune.optimizer.commands.engines import engines
-from spectune.optimizer.commands.fits import fit
-from spectune.optimizer.commands.generate import generate
-from spectune.optimizer.commands.init import init
-from spectune.optimizer.commands.policies import policies
-from spectune.optimizer.commands.printing import whole
-from spectune.optimizer.commands.profile import profile
-from spectune.optimizer.commands.record import record
-from spectune.optimizer.commands.recordings import traces
-from spectune.optimizer.commands.report import report
-from spectune.optimizer.commands.run import run
-from spectune.optimizer.commands.schedules import schedule
-from spectune.optimizer.commands.simulate import simulate
-from spectune.optimizer.commands.tune import tune
+from spectune import api
+from spectune.settings import (
+    MANY,
+    Leaf,
+    Settings,
+    flags_of,
+    leaves,
+    read_config,
+    settings_of,
+    unknown,
+)
+from spectune.traces.errors import ConfigError, SpectuneError
 from spectune.traces.text import one_line
 
 AGAIN_S = 0.5
@@ -87,7 +85,6 @@ class Door(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         from spectune.db.errors import DatabaseError
-        from spectune.traces.errors import SpectuneError
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would
         # log that with a traceback.
@@ -101,13 +98,10 @@ class Door(click.Group):
             signal.signal(signal.SIGALRM, interrupts)
         try:
             return super().invoke(ctx)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
         except click.UsageError as error:
-            said = error.format_message()
-            line = one_line(said)
-            # A group without a command is an error whose message is its help.
-            if line == said or (error.ctx is not None and said == error.ctx.get_help()):
-                raise
-            raise click.UsageError(line, error.ctx) from None
+            _refuse(ctx, _usage(error))
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(1)
@@ -138,50 +132,192 @@ class Door(click.Group):
 
 
 def _refuse(ctx: click.Context, message: str) -> None:
-    click.echo(f"error: {whole(one_line(message))}", err=True)
+    click.echo(f"error: {one_line(message)}", err=True)
     ctx.exit(2)
+
+
+def _usage(error: click.UsageError) -> str:
+    """What click refuses: a command or an option that there is not, with the nearest."""
+    ctx = error.ctx
+    path = " ".join(ctx.command_path.split()[1:]) if ctx is not None else ""
+    if isinstance(error, click.NoSuchOption) and ctx is not None:
+        model = api.COMMANDS.get(path, (None,))[0]
+        further = {leaf.option: key for key, leaf in leaves(model).items()} if model else {}
+        name = error.option_name.lstrip("-")
+        if name in further:
+            return f"no option {error.option_name} of `{path}`: say --set {further[name]}=VALUE"
+        flags = [opt.lstrip("-") for p in ctx.command.params for opt in p.opts]
+        near = get_close_matches(name, [*flags, *further], n=1)
+        if near and near[0] not in flags:
+            return f"no option {error.option_name}; did you mean --set {further[near[0]]}=VALUE?"
+        hint = f"did you mean --{near[0]}?" if near else f"see `{path} --help`"
+        return f"no option {error.option_name}; {hint}"
+    if isinstance(ctx and ctx.command, click.Group) and "No such command" in error.message:
+        names = list(ctx.command.commands)  # type: ignore[union-attr]
+        word = error.message.split("'")[1]
+        near = get_close_matches(word, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+        return f"no command {word!r}; {hint}"
+    return error.format_message()
+
+
+class Command(click.Command):
+    """A command made from its settings (:data:`spectune.api.COMMANDS`)."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.model = path, api.COMMANDS[path][0]
+        known, flags = leaves(self.model), flags_of(self.model)
+        params: list[click.Parameter] = [
+            click.Argument(
+                [key],
+                required=known[key].field.is_required(),
+                nargs=-1 if known[key].reader in MANY else 1,
+                metavar=key.upper() + ("..." if known[key].reader in MANY else ""),
+            )
+            for key in self.model.arguments
+        ]
+        params += [_option(known[key]) for key in flags]
+        self.further = {
+            k: v for k, v in known.items() if k not in (*flags, "db", *self.model.arguments)
+        }
+        if self.further:
+            params.append(
+                click.Option(
+                    ["--set"],
+                    multiple=True,
+                    metavar="KEY=VALUE",
+                    help="One of the further settings (--help-all); repeatable.",
+                )
+            )
+        params.append(
+            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
+        )
+        if self.further:
+            help_all = {"is_flag": True, "is_eager": True, "expose_value": False}
+            params.append(
+                click.Option(
+                    ["--help-all"], callback=self._help_all, help="All settings.", **help_all
+                )
+            )
+        about = inspect.cleandoc(self.model.__doc__ or "")
+        text = f"{about}\n\n\b\nExample:  cli.py {self.model.example}"
+        super().__init__(path.split()[-1], params=params, callback=self._run, help=text)
+
+    def _help_all(self, ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if not value:
+            return
+        formatter = ctx.make_formatter()
+        with formatter.section("Further settings (--set KEY=VALUE, or in spectune.toml)"):
+            formatter.write_dl([(f"{k}={v.metavar}", _help(v)) for k, v in self.further.items()])
+        click.echo(f"{ctx.get_help()}\n\n{formatter.getvalue()}", nl=False)
+        ctx.exit()
+
+    def settings(self, typed: Mapping[str, Any], db: str | None, config: str | None) -> Settings:
+        """What is typed, with the environment and the file. Raises ConfigError."""
+        known = leaves(self.model)
+        keys = {leaf.keyword: key for key, leaf in known.items()} | {
+            k: k for k in self.model.arguments
+        }
+        values = {keys[k]: v for k, v in typed.items() if k in keys and v is not None and v != ()}
+        values |= self._further(typed.get("set", ()))
+        if db is not None:
+            values["db"] = db
+        file = None if self.path == "init" else read_config(config)
+        return settings_of(self.model, values, file)
+
+    def _run(self, as_json: bool, **typed: Any) -> None:
+        ctx = click.get_current_context()
+        settings = self.settings(typed, **ctx.find_root().params)
+        from spectune.optimizer.commands.terminal import Terminal
+
+        with Terminal(as_json=as_json) as terminal:
+            result = api.perform(self.path, settings, terminal.talk)
+            terminal.print(result)
+        if result.failed is not None:  # what it found is printed first
+            raise result.failed
+        ctx.exit(result.exit_code)
+
+    def _further(self, items: tuple[str, ...]) -> Mapping[str, Any]:
+        """Values by key of ``--set``. Raises ConfigError."""
+        values: dict[str, Any] = {}
+        for item in items:
+            key, equals, value = item.partition("=")
+            group, _, name = key.rpartition(".")
+            if not equals:
+                raise ConfigError(f"--set {item}: write --set KEY=VALUE")
+            if group in self.further and self.further[group].metavar == "NAME=PATH":
+                values.setdefault(group, {})[name] = value
+            elif key not in leaves(self.model):
+                raise unknown(key, leaves(self.model), "key of --set")
+            elif leaves(self.model)[key].reader in MANY:
+                values.setdefault(key, []).append(value)
+            else:
+                values[key] = value
+        return values
+
+
+def _option(leaf: Leaf) -> click.Option:
+    """A field as an option: its value stays text, which :mod:`spectune.settings` reads."""
+    name = f"--{leaf.option}"
+    if leaf.field.annotation is bool:
+        if leaf.default:  # on unless the option says otherwise
+            off = [f"--no-{leaf.option}", leaf.keyword]
+            how = f"Do not {_help(leaf)[0].lower()}{_help(leaf)[1:]}"
+            return click.Option(off, flag_value=False, default=None, type=bool, help=how)
+        return click.Option(
+            [name, leaf.keyword], flag_value=True, default=None, type=bool, help=_help(leaf)
+        )
+    many = leaf.reader in MANY
+    return click.Option([name, leaf.keyword], multiple=many, metavar=leaf.metavar, help=_help(leaf))
+
+
+def _help(leaf: Leaf) -> str:
+    notes = [f"default: {leaf.shown_default()}"] if leaf.shown_default() else []
+    notes += [leaf.env] if leaf.env else []
+    plain = leaf.field.annotation is bool or not notes
+    return (
+        f"{leaf.field.description}" if plain else f"{leaf.field.description} [{'; '.join(notes)}]"
+    )
 
 
 @click.group(
     cls=Door,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 110,
-        "show_default": True,
-    },
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@option(
-    "--db db_url",
-    "Database: a file, or postgresql://...",
-    envvar="SPECTUNE_DB",
-    default="spectune.db",
-)
-@option(
-    "--config",
-    "File of defaults; spectune.toml of the working folder if it is there.",
-    envvar="SPECTUNE_CONFIG",
-)
+@click.option("--db", metavar="FILE", help=_help(leaves(Settings)["db"]))
+@click.option("--config", metavar="FILE", help="File of defaults; spectune.toml if it is there.")
 @click.version_option(package_name="spectune", message="spectune, %(version)s")
-@click.pass_context
-def main(ctx: click.Context, db_url: str, config: str | None) -> None:
+def main(db: str | None, config: str | None) -> None:
     """Finds, proves and keeps the best speculative-decoding policy for your models, device and
     traffic.
 
     \b
-    Start here:  cli.py init --pair demo   options for this folder: a pair, a workload, a database
+    Start here:  cli.py init --pair demo   a spectune.toml for this folder: pair, workload, database
                  cli.py tune               record, search, execute, publish
                  cli.py generate "def "    decode with the policy in force
     """
-    found = None if ctx.invoked_subcommand == "init" else use_config(ctx, config)
-    if found is not None and ctx.get_parameter_source("db_url") is ParameterSource.DEFAULT:
-        db_url = str(found.values.get("database", db_url))
-    ctx.obj = db_url
 
 
-for command in (init, record, profile, simulate, run, tune, report, generate, fit):
-    main.add_command(command)
-for group in (policies, traces, db, schedule, engines):
-    main.add_command(group)
+GROUPS = {
+    "schedule": "Tuning again and again: add, list, remove, run.",
+    "policies": "Policies: list, show, activate, rollback, export.",
+    "traces": "Stored requests: list, show, stats, compare, export, import.",
+    "db": "The database: show, prune, check.",
+}
+
+
+def _add(path: str) -> None:
+    *group, name = path.split()
+    parent: click.Group = main
+    if group:
+        if group[0] not in main.commands:
+            main.add_command(click.Group(group[0], help=GROUPS[group[0]]))
+        parent = main.commands[group[0]]  # type: ignore[assignment]
+    parent.add_command(Command(path), name)
+
+
+for path in api.COMMANDS:
+    _add(path)
 
 if __name__ == "__main__":
     main()

@@ -434,13 +434,13 @@ CANDIDATE = (
 
 def tune(bench: Bench) -> Figures:
     """A whole tuning as a user types it, and how far its predictions were off."""
-    size = "--limit 36 --max-new-tokens 48 --budget 60s --trials 200"
+    size = "--limit 36 --max-new-tokens 48 --budget 60s --set search.trials=200"
     if bench.tiny:
-        size = "--limit 18 --max-new-tokens 12 --budget 4s --trials 50"
-    asked = f"tune --pair {bench.file} --device {bench.device} {size}"
+        size = "--limit 18 --max-new-tokens 12 --budget 4s --set search.trials=50"
+    asked = f"tune --pair {bench.file} --set device={bench.device} {size}"
     database, began = bench.folder / "tune.db", time.perf_counter()
     command = [sys.executable, str(ROOT / "cli.py"), "--db", str(database), *asked.split()]
-    child = subprocess.Popen([*command, "--json", "--report", "none"], stdout=subprocess.PIPE)
+    child = subprocess.Popen([*command, "--json", "--set", "report=none"], stdout=subprocess.PIPE)
     try:
         out, _ = child.communicate(timeout=bench.seconds)
     except subprocess.TimeoutExpired:

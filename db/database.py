@@ -101,7 +101,9 @@ class Database:
             with self._engine.connect() as connection:
                 before = revision(connection)
             if before is None and not create:
-                raise DatabaseError(f"database {self.name} is empty; `db upgrade` makes its tables")
+                raise DatabaseError(
+                    f"database {self.name} is empty; `db check --upgrade` makes its tables"
+                )
             if before is None:
                 engine = self._engine.execution_options(begin="BEGIN IMMEDIATE")
                 with engine.begin() as connection:

@@ -20,8 +20,7 @@ def request_text(store: TraceStore, recording: str, request: str) -> dict[str, A
     found = requests(store, only)
     if not found:
         raise TraceError(
-            f"recording {info.id} has no request {request!r} (see `traces query --recording "
-            f"{info.id}`)"
+            f"recording {info.id} has no request {request!r} (see `traces show {info.id}`)"
         )
     (stored,) = store.iterate(info.id, (), ordinals=[found[-1]["ordinal"]])
     ids = [stored.trajectory.prompt_ids.tolist(), stored.trajectory.output_ids.tolist()]

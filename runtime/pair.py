@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,28 +97,20 @@ def _explained(error: ValidationError) -> str:
     return f"{place}{': ' if place else ''}{reason}; a pair file is {FORM}"
 
 
-def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str] = ()) -> PairSpec:
-    """A pair from the command line: ``--pair demo`` (the one that ships), ``--pair FILE``, or
-    ``--target PATH`` with ``--draft NAME=PATH``.
+def read_pair(
+    pair: str | None, target: str | None = None, drafts: Mapping[str, str] | None = None
+) -> PairSpec:
+    """A pair as settings name it: ``demo`` (the one that ships), a pair file, or a target and
+    drafts by name.
 
-    Raises PairError when the choice is ambiguous, the file is missing or malformed, or a draft has
-    no name."""
+    Raises PairError when the choice is ambiguous, or the file is missing or malformed."""
     if target is not None:
         if pair is not None:
-            raise PairError("give either --pair or --target with --draft, not both")
-        named: dict[str, str] = {}
-        for item in drafts:
-            name, eq, path = item.partition("=")
-            if not eq or not name or not path:
-                raise PairError(f"--draft {item}: write --draft NAME=PATH")
-            if name in named:
-                raise PairError(f"--draft {item}: the name {name!r} is used twice")
-            named[name] = path
-        return PairSpec.from_json(
-            {"target": target, "drafts": named}, where="--target", base=Path.cwd()
-        )
+            raise PairError("give either a pair or a target with drafts, not both")
+        document = {"target": target, "drafts": dict(drafts or {})}
+        return PairSpec.from_json(document, where="target", base=Path.cwd())
     if drafts:
-        raise PairError("--draft needs --target; a pair file names its own drafts")
+        raise PairError("drafts need a target; a pair file names its own drafts")
     if pair is None:
         raise PairError("no pair is named: 'demo', a pair file, or a target and drafts")
     shipped = Path(__file__).resolve().parent.parent / "demo" / "pair"
@@ -127,8 +119,7 @@ def read_pair(pair: str | None, target: str | None = None, drafts: Sequence[str]
         file = file / "pair.json"
     if not os.path.isfile(file):
         raise PairError(
-            f"--pair {shortened(str(pair))}: no such pair file (write 'demo', a JSON file, or use "
-            "--target and --draft)"
+            f"--pair {shortened(str(pair))}: no such pair file (write 'demo', or a JSON file)"
         )
     return PairSpec.from_json(
         read_json(file, str(file), PairError), where=str(file), base=file.resolve().parent

@@ -78,7 +78,8 @@ class TextCodec:
             return list(request.ids)
         chat = chat and not request.is_plain
         if chat and _templated(self.tokenizer):
-            place = f"request {request.id}: the target's chat template (--no-chat leaves it out)"
+            leave = "--set sampling.chat=false leaves it out"
+            place = f"request {request.id}: the target's chat template ({leave})"
             with translated(place):
                 out = self.tokenizer.apply_chat_template(
                     _messages(request, self.tokenizer),
@@ -141,7 +142,7 @@ def _no_template(request: Request) -> WorkloadError:
         needs, instead = f"what it says to a chat template ({keys})", "leaves that out"
     return WorkloadError(
         f"request {request.id}: {needs} needs a chat template, and the target's tokenizer has "
-        f"none; --no-chat {instead}"
+        f"none; --set sampling.chat=false {instead}"
     )
 
 

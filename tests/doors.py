@@ -21,10 +21,12 @@ from click.testing import CliRunner, Result
 from databases import opened
 from synthetic import flat_profile
 
-from spectune.cli import main
+from spectune import api
+from spectune.cli import Command, main
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import environment
+from spectune.settings import flags_of, leaves
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
 
@@ -44,7 +46,7 @@ USAGE = frozenset(
 _processes = multiprocessing.get_context("forkserver")
 IMPORTED = (
     *("spectune.cli", "spectune.optimizer.tune", "spectune.optimizer.serving"),
-    *("spectune.optimizer.report.tables", "spectune.runtime.profiling"),
+    *("spectune.optimizer.commands.tune", "spectune.runtime.profiling"),
     *("transformers.models.llama.modeling_llama", "numba", "sklearn.linear_model"),
     *("sklearn.tree", "sklearn.feature_extraction.text"),
 )
@@ -157,18 +159,37 @@ class Door:
         return Started(self.arguments(*arguments, **options))
 
     def arguments(self, *arguments: object, **options: object) -> list[str]:
-        words = [] if self.db is None else ["--db", self.db]
+        words: list[str] = []
         for n, argument in enumerate(arguments):
             is_command = n == 0 and isinstance(argument, str)
             words += shlex.split(str(argument)) if is_command else [str(argument)]
         for name, value in options.items():
             flag = "--" + name.rstrip("_").replace("_", "-")
-            if value is True:
-                words.append(flag)
-            else:
-                for one in value if isinstance(value, list) else [value]:
-                    words += [flag, str(one)]
+            for one in value if isinstance(value, list) else [value]:
+                words += [flag] if one is True else [flag, str(one)]
+        return said(words) if self.db is None else ["--db", self.db, *said(words)]
+
+
+def said(words: list[str]) -> list[str]:
+    """A command line in which options that the command does not show are said by ``--set``."""
+    path = next((c for c in (" ".join(words[:2]), *words[:1]) if c in api.COMMANDS), None)
+    if path is None:
         return words
+    model = api.COMMANDS[path][0]
+    keys = {leaf.option: key for key, leaf in leaves(model).items()}
+    shown = set(flags_of(model))
+    result: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = keys.get(name) or keys.get(name.removeprefix("no-"))
+        if not word.startswith("--") or key is None or key in shown:
+            result.append(word)
+        elif leaves(model)[key].field.annotation is bool:
+            result += ["--set", f"{key}={'true' if name in keys else 'false'}"]
+        else:
+            result += ["--set", f"{key}={value if equals else next(rest)}"]
+    return result
 
 
 def put_made_up_profile(
@@ -224,8 +245,8 @@ def commands(
 
 
 def parsed(words: Sequence[str]) -> click.Context:
-    """A command line as click would parse it, without running it. Raises click.UsageError for what
-    does not exist."""
+    """A command line as click would parse it, without running it. Raises click.UsageError or
+    ConfigError for what does not exist."""
     command: click.Command = main
     context, rest = None, list(words)
     while isinstance(command, click.Group):
@@ -234,7 +255,10 @@ def parsed(words: Sequence[str]) -> click.Context:
         _, found, rest = command.resolve_command(context, rest)
         assert found is not None
         command = found
-    return command.make_context(command.name, rest, parent=context)
+    context = command.make_context(command.name, rest, parent=context)
+    if isinstance(command, Command):
+        command.settings(context.params, None, None)
+    return context
 
 
 def write_lines(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -135,12 +135,15 @@ class Driver:
     def run_command(self, name: str, database: str, seed: int, *kill: Any) -> Ended:
         quick = ""
         if name == "tune":
-            quick = "--trials 4 --finalists 1 --budget 1s --tree-width 2 --tree-depth 2"
+            quick = "--set search.trials=4 --set race.finalists=1 --budget 1s"
+            trees = "--set trees.width=2 --set trees.depth=2"
             if self.requests < 18:  # which could not be confirmed
-                quick = "--trials 4 --finalists 1 --budget 1s --no-publish --tree-width 0"
+                trees = "--set trees.width=0 --no-publish"
+            quick = f"{quick} {trees}"
         arguments = (
             f"--db {self.folder / database} {name} --pair {self.pair} --workload {self.workload} "
-            f"--max-new-tokens 16 --gamma-max 4 {quick} --seed {seed} --device cpu"
+            f"--max-new-tokens 16 --set search.gamma_max=4 {quick} --set device=cpu "
+            f"--set sampling.seed={seed}"
         ).split()
         return child(lambda: cli.main(arguments), *kill)
 

@@ -6,27 +6,20 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner
-from doors import Door, parsed
+from doors import Door
 from doors import commands as every_command
 from rich.console import Console
 from trace_values import PAIR, POLICY, POLICY_ID, a_profile, a_recording, an_outcome
 
-from spectune.cli import main
 from spectune.db import Database, open_database
-from spectune.optimizer.commands import database as commands
-from spectune.optimizer.commands.printing import to_type
-from spectune.optimizer.report.fitting import cell, when
-from spectune.optimizer.report.tables import rows_table
+from spectune.optimizer.commands.results import Table, cell, when
 from spectune.traces.store import TraceStore
 from spectune.traces.store.inventory import KINDS
 
@@ -36,13 +29,14 @@ DOOR = Door(None)
 NOW = datetime(2026, 11, 22, 14, 3, tzinfo=UTC)
 
 LIGHT = (
-    *("db check", "db list", "db list runs", "db show rec", "traces list", "traces show"),
-    *("traces stats", "traces query"),
+    *("db check", "db show", "db show runs", "db show rec", "traces list", "traces show"),
+    *("traces stats", "traces show all", "schedule list"),
     *("policies list --pair demo", f"policies show {POLICY_ID} --pair demo"),
-    *(f"policies diff '{FIXED}' {POLICY_ID} --pair demo", "run --pair nope.json"),
-    *(f"policies export '{FIXED}' --pair demo --for vllm", "generate hi --pair nope.json"),
-    *("tune --pair demo --workload nope.jsonl", "run --pair demo --policy nope.json"),
-    *("record --pair demo --policy nope", "schedule add x --pair demo --cron @daily"),
+    *(f"policies show '{FIXED}' {POLICY_ID} --pair demo", "schedule list"),
+    *(
+        f"policies export '{FIXED}' --pair demo --for vllm",
+        "schedule add x --pair demo --cron @daily",
+    ),
     "schedule list",
 )
 QUICK = (
@@ -50,7 +44,7 @@ QUICK = (
     *((shlex.split(command), (*MODELS, "numba"), 800) for command in LIGHT),
     # numba looks for scipy's BLAS
     (
-        ["simulate", "--policy", FIXED, "--device", "cuda"],
+        ["simulate", "--policy", FIXED, "--set", "device=cuda"],
         tuple(m for m in MODELS if m != "scipy"),
         1500,
     ),
@@ -119,8 +113,8 @@ def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("traces list", "traces stats", "traces query", "schedule list"),
-        *("db list", "db show x", "db check", "db prune --keep-last 1", "policies list"),
+        *("traces list", "traces stats", "traces show all", "schedule list", "schedule list"),
+        *("db show", "db show x", "db check", "db prune --keep-last 1", "policies list"),
         *("policies export --pair demo", "policies rollback --pair demo"),
         *("simulate --policy nope", "--db a/b/c.db record --pair demo"),
         *("--db a/b/c.db schedule add x --pair demo --cron @daily", "record --resume latest"),
@@ -136,52 +130,6 @@ def test_a_command_that_fails_says_so_in_one_line(folder: Path, command: str) ->
     named = "nope" in command or "99" in command
     if command.split()[0] in ("traces", "schedule", "db") and not named:
         assert "--db" in done.stderr
-
-
-def test_every_advice_can_be_pasted(folder: Path) -> None:
-    """Each command that a refusal names is whole: the command line's own parser takes it, on this
-    database and pair."""
-    with open_database("my own.db") as database:
-        filled(database)
-    trees = '{"draft": "small", "growth": {"kind": "top_k", "width": 2}}'
-    unknown = '{"draft": "small", "window": {"kind": "analytic"}}'
-    refused = (
-        *(f"simulate --device cuda --policy '{FIXED}'", f"simulate --policy '{trees}'"),
-        *("simulate --policy nope", f"simulate --device cuda --policy '{unknown}'"),
-        "traces show --request nope",
-        *("db show nope", "tune --pair demo --recording nope", "run --pair demo --policy nope"),
-        "policies rollback --pair demo --device cpu --deployment canary",
-    )
-    for command in refused:
-        asked = ["--db", "my own.db", *shlex.split(command)]
-        done = CliRunner().invoke(main, asked, prog_name="spectune")
-        quoted = re.findall("`(spectune [^`]+)`", done.stderr)
-        assert quoted, (command, done.stderr)
-        for words in map(shlex.split, quoted):
-            assert words[1:3] == ["--db", "my own.db"]
-            found = parsed(words[1:])
-            assert not {"ID", "POLICY", "FILE", "..."} & set(words)
-            taken = {flag for param in found.command.params for flag in param.opts}
-            for flag in taken & {"--pair", "--device", "--deployment"}:
-                typed = re.search(f"{flag} (\\S+)", command)
-                assert typed is None or found.params[flag[2:]] == typed[1], (command, words)
-
-
-def test_advice_decodes_as_the_command_did() -> None:
-    """What is proposed to run after a tuning reads and samples the same workload in the same
-    way."""
-    asked = shlex.split(
-        "--pair demo --workload w.jsonl --top-p 0.9 --stop END --stop 'x y' --no-chat "
-        "--overlong skip --dtype bfloat16 --threads 1"
-    )
-    root = click.Context(main, info_name="spectune")
-    with main.commands["tune"].make_context("tune", asked, parent=root):
-        said = to_type("run --policy active")
-    assert shlex.split(said)[:4] == ["spectune", "run", "--policy", "active"]
-    found = parsed(shlex.split(said)[1:]).params
-    told = {"pair": "demo", "workloads": ("w.jsonl",), "top_p": 0.9, "overlong": "skip"}
-    told |= {"dtype": "bfloat16", "threads": 1}
-    assert found.items() >= {**told, "stop_strings": ("END", "x y"), "no_chat": True}.items()
 
 
 def test_publications_are_listed_with_and_without_a_pair(folder: Path) -> None:
@@ -205,7 +153,7 @@ def test_tables_in_a_pipe_have_at_most_100_columns(
     monkeypatch.delenv("COLUMNS", raising=False)
     with open_database("spectune.db") as database:
         name = filled(database)["recordings"]
-    shown = DOOR.call("traces query").stdout
+    shown = DOOR.call("traces show all").stdout
     assert max(map(len, shown.splitlines())) <= 100
     assert name in shown
 
@@ -219,7 +167,7 @@ def test_no_id_is_cut_and_no_value_is_pythons(width: int) -> None:
     row |= {"created_at": NOW.isoformat(), "reason": "it was the fastest " * 9}
     for columns in (("id", "reason"), ("id", "pair_id", "is_active"), tuple(row)):
         console = Console(width=width, record=True, file=io.StringIO())
-        console.print(rows_table([row, row], columns, "a title " * 20))
+        console.print(Table([row, row], columns, "a title " * 20))
         shown = console.export_text()
         assert all(len(line) <= width for line in shown.splitlines())
         for name, column in zip(names, ("id", "pair_id"), strict=True):
@@ -245,16 +193,16 @@ def at_80(command: str) -> str:
 def test_everything_that_has_an_id_is_listed_and_shown(folder: Path) -> None:
     with open_database("spectune.db") as database:
         ids = filled(database)
-    assert set(commands.KINDS) == set(KINDS) == set(ids)
-    assert DOOR.json("db list") == dict.fromkeys(KINDS, 1)
+    assert set(KINDS) == set(ids)
+    assert DOOR.json("db show") == dict.fromkeys(KINDS, 1)
     for kind, name in ids.items():
-        listed = at_80(f"db list {kind}")
+        listed = at_80(f"db show {kind}")
         assert name in listed
         assert not any(word in listed for word in ("…", "None"))
         shown = DOOR.json("db show", name[: max(8, len(name) - 1)])
         assert (shown["of"], shown["id"]) == (kind, name)
     assert "nothing has the id nope" in DOOR.refused("db show nope")
-    for command in ("traces list", "traces show", "traces query"):
+    for command in ("traces list", "traces show", "traces show all"):
         text = at_80(command)
         assert "…" not in text
         assert max(map(len, text.splitlines())) <= 80

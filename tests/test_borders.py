@@ -293,7 +293,7 @@ def test_workloads_of_any_lines(
 # -------------------------------------------------------------------------------------------- flags
 
 
-LASTING = (("schedule", "run"), ("traces", "prune"))
+LASTING = (("schedule", "run"), ("db", "prune"))
 COMMANDS = [
     (path, command)
     for path, command in commands()

@@ -3,10 +3,15 @@ stdout, nothing half-written."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +20,22 @@ import pytest
 import sqlalchemy as sa
 import torch
 from click.testing import CliRunner
-from databases import run_sql
+from databases import opened, run_sql
 from doors import FIXED, ROOT, Door, commands, write_lines, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
+from test_docs import PAGES, blocks
 
+from spectune import api, settings
 from spectune.cli import main
+from spectune.optimizer.commands.session import write_text
+from spectune.optimizer.inputs import load_workload
+from spectune.traces.errors import ConfigError, SpectuneError, WorkloadError
 
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
 SHORT = ("--max-new-tokens", 12)
 RUN = "run --workload good.jsonl"
+LONG = "x" * 5_000
 
 
 @pytest.fixture(scope="module")
@@ -71,92 +82,234 @@ def refused(door: Door, *arguments: object, **options: object) -> str:
     return line.strip()
 
 
-ADD = "schedule add nightly --workload good.jsonl"
+T = "--set target=pair/target"
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        # commands, options and their values
+        ("tun", "no command 'tun'; did you mean 'tune'?"),
+        ("traces lst", "did you mean 'list'?"),
+        ("tune --bugdet 1m", "no option --bugdet; did you mean --budget?"),
+        ("tune --set sampling.topp=1", "did you mean 'sampling.top_p'?"),
+        ("tune --set trials", "--set trials: write --set KEY=VALUE"),
+        ("run --limit 0", "--limit: '0': it should be greater than or equal to 1"),
+        ("simulate", "--policy is needed"),
+        ("simulate --policy", "--policy"),
+        ("profile --contexts 0", "--contexts"),
+        ("profile --contexts 3,x", "--contexts"),
+        ("tune --temperature nan", "--temperature: 'nan': it should be a finite number"),
+        (f"run --limit {'9' * 5000}", "--limit"),
+        (f"run --limit -{'9' * 30}", "--limit"),
+        ("run --set sampling.seed=-1", "--set sampling.seed: '-1'"),
+        ("run --set sampling.seed=4294967296", "equal to 4294967295"),
+        ("tune --budget soon", "--budget: 'soon': a time is expected, such as 30s, 5m"),
+        ("traces show --since soon", "--since: 'soon': a time is expected, such as 24h"),
+        ("db prune --older-than long", "--older-than: 'long': a time is expected"),
+        ("run --device tpu", "--device: 'tpu': it should be 'auto', 'cpu' or 'cuda'"),
+        ("run --deployment 'a b'", "--deployment: 'a b': 'a b' cannot name a deployment"),
         # workloads and texts
         ("run --workload nowhere.jsonl", "--workload nowhere.jsonl: no such file"),
         ("run --workload demo --workload good.jsonl", "cannot be mixed"),
         (f"{RUN} --category c", "; it has: a, b"),
         ("generate x --max-new-tokens 600", "exceed the context"),
         ("generate ' '", "the prompt is empty"),
+        (f"run --workload {LONG}", "xxx"),
+        ("run --workload nested.json", "nested.json:1: not JSON"),
         # models
         (f"{RUN} --pair none.json", "--pair none.json: no such pair file"),
-        (f"{RUN} --target ./none", "no model at ./none"),
-        (f"{RUN} --target pair/target --draft a=./none", "no model at ./none"),
-        (f"{RUN} --target no/such/one", "no model at no/such/one"),
-        (f"{RUN} --target pair/target --draft near", "write --draft NAME=PATH"),
-        (f"{RUN} --target pair/target --draft a=pair/near --draft a=pair/far", "is used twice"),
-        (f"{RUN} --target pair/target --draft ngram=pair/near", "'ngram' is reserved"),
-        (f"{RUN} --target pair/target --draft target=pair/near", "'target' is reserved"),
-        (f"{RUN} --draft a=pair/near", "--draft needs --target"),
-        (f"{RUN} --pair pair --target pair/target", "not both"),
-        (f"{RUN} --threads 100000", "--threads 100000: this machine has"),
-        ("schedule add n --cron @daily --threads 100000", "--threads 100000: this machine has"),
+        (f"{RUN} --pair nested.json", "nested.json: not JSON"),
+        (f"{RUN} --set target=./none", "no model at ./none"),
+        (f"{RUN} {T} --set drafts.a=./none", "no model at ./none"),
+        (f"{RUN} --set target=no/such/one", "no model at no/such/one"),
+        (f"{RUN} {T} --set drafts=near", "NAME=PATH is expected"),
+        (f"{RUN} {T} --set drafts.ngram=pair/near", "'ngram' is reserved"),
+        (f"{RUN} --set drafts.a=pair/near", "drafts need a target"),
+        (f"{RUN} --pair pair {T}", "not both"),
+        (f"{RUN} --set threads=100000", "100000: this machine has"),
         # policies
         ("policies show p.json", "p.json: window: unknown key 'gama'"),
+        ("policies show nested.json", "nested.json: not JSON"),
         ("""policies activate '{"draft": "third"}'""", "no draft 'third'"),
+        ("policies activate autoregressive --from canary", "--from canary promotes what is in"),
         ("policies rollback", "no earlier policy"),
         ("policies rollback --to 7", "no such version"),
         ("policies export stop.json --for vllm", "vllm cannot express"),
         # ids
         (f"simulate --policy '{FIXED}' --recording rec-x", "there is no recording 'rec-x'"),
-        (
-            f"""simulate --policy '{FIXED}' --recording "`run it's`" """,
-            'there is no recording "`run it\'s`"',
-        ),
-        ("tune --recording rec-x", " traces list`"),
+        ("tune --recording rec-x", "`traces list`"),
         ("traces show rec-x", "there is no recording 'rec-x'"),
         ("traces show latest --request r9", "has no request 'r9'"),
         (f"simulate --policy '{FIXED}' --profile prof-x", "no latency profile 'prof-x'"),
-        (f"{RUN} --pair pair --policy '{FIXED}' --profile prof-x", " profile --pair pair"),
         ("schedule list nobody", "nobody"),
-        # durations and schedules
-        ("tune --budget soon", "'soon' is not a duration; write for example 30m"),
-        (f"{ADD} --cron '0 3 * * *' --tz Europe/Berln", "did you mean Europe/Berlin?"),
-        (f"{ADD} --cron @daily --tree-width 32 --tree-depth 16", "trees of 15392 candidates"),
+        ("schedule add n --workload good.jsonl", "--cron is needed"),
+        ("schedule add n --cron '0 3 * * *' --tz Europe/Berln", "did you mean Europe/Berlin?"),
         ("schedule add n --workload no.jsonl --cron @daily", "no such file"),
-        ("schedule add n --target ./none --cron @daily", "no model at"),
-        ("traces prune --older-than long", "is not a duration"),
-        ("traces query --since soon", "--since: 'soon' is not a duration"),
+        (
+            "schedule add n --cron @daily --set trees.width=32 --set trees.depth=16",
+            "trees of 15392 candidates",
+        ),
+        ("db show nothing", "nothing has the id nothing"),
+        ("db prune run --keep-last 1", "unknown kind 'run'; did you mean 'runs'?"),
+        ("db prune", "say what to prune"),
         # files to write
         (f"{RUN} --outputs no/where.jsonl", "--outputs no/where.jsonl: there is no folder"),
         (f"{RUN} --per-round no/where.jsonl", "--per-round no/where.jsonl: there is no folder"),
+        (f"{RUN} --per-round {LONG}", "--per-round"),
+        (f"{RUN} --per-round good.jsonl", "that is read by this command; name another file"),
+        (f"{RUN} --outputs spectune.db", "that is the database in use; name another file"),
+        (f"{RUN} --outputs pipe", "no regular file"),
         (f"simulate --policy '{FIXED}' --per-round no/where.jsonl", "there is no folder"),
         ("traces export no/where.csv", "no/where.csv"),
         ("traces import gone.parquet", "gone.parquet: cannot be read (No such file"),
         ("traces export rows.xml", "rows.xml"),
+        ("report --out no/r.html", "there is no folder"),
     ],
 )
 def test_a_mistake_is_one_line(door: Door, folder: Path, command: str, says: str) -> None:
     files = {
         "p.json": '{"draft": "near",\n "window": {"kind": "fixed", "gama": 1}}',
         "stop.json": '{"draft": "near", "stop": {"kind": "max_prob"}}',
+        "nested.json": "[" * 50_000,
     }
     for name, text in files.items():
         Path(name).write_text(text)
-    assert says in refused(door, command)
+    os.mkfifo("pipe")
+    line = refused(door, command)
+    assert says in line
+    assert len(line) < 2100
+    assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("tune --recording latest --top-p 0.9", "--top-p has no effect with --recording, whose"),
-        ("tune --recording latest --quick --limit 9", "--limit has no effect with --recording"),
-        ("record --resume latest --fresh", "--fresh has no effect with --resume"),
-        ("record --resume latest --workload good.jsonl", "--workload has no effect"),
-        (f"{ADD} --cron @daily --recorded 24h", "--workload has no effect with --recorded"),
-        ("fit frequencies --recording latest --corpus good.jsonl", "leave one out"),
-        ("policies activate autoregressive --from canary", "--from canary promotes what is in"),
+        (
+            "record --resume latest --fresh",
+            "no effect with --resume, whose texts are there: --fresh",
+        ),
+        (f"simulate --policy '{FIXED}' --ttft 1s", "no effect without --arrivals: --ttft"),
+        (
+            "tune --recording latest --set sampling.top_p=0.9 --limit 9",
+            "no effect on a recording, whose texts are there: --limit, --set sampling.top_p",
+        ),
     ],
 )
-def test_options_that_say_nothing_beside_another_are_refused(
-    door: Door, command: str, says: str
+def test_options_without_effect_are_named_in_one_note(door: Door, command: str, says: str) -> None:
+    assert door.call(command).stderr.count(says) == 1
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "a\udcffb"])
+def test_arguments_that_are_no_text_cost_one_line(door: Door, bad: str) -> None:
+    for command in ("run --pair", "policies show", "traces list --category", "generate"):
+        assert "no text" in door.error(command, bad)
+
+
+# ------------------------------------------------------------------------------------ spectune.toml
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('pairs = "x"', "spectune.toml: unknown key 'pairs'; did you mean 'pair'?"),
+        ("temperature = 0.7", "unknown key 'temperature'; did you mean 'sampling.temperature'?"),
+        ("[sampling]\ntemprature = 1", "did you mean 'sampling.temperature'?"),
+        ("[sampling]\nzzz = 1", "; there are: db, "),
+        ('[sampling]\ntemperature = "hot"', "spectune.toml: sampling.temperature: 'hot': "),
+        ("[sampling]\nseed = 1.5", "spectune.toml: sampling.seed: '1.5': "),
+        ("threads = 0", "spectune.toml: threads: '0': it should be greater"),
+        ('[race]\nbudget = "soon"', "spectune.toml: race.budget: 'soon': a time is expected"),
+        ('deployment = "a b"', "spectune.toml: deployment: 'a b': 'a b' cannot name"),
+        ("workload = 1979-05-27", "spectune.toml: workload: "),
+        ("sampling = 3", "spectune.toml: sampling: a table is expected"),
+        ("pair = ", "spectune.toml: not TOML: "),
+        ("x = " + "[" * 5000, "spectune.toml: not TOML: "),
+    ],
+)
+def test_a_file_that_cannot_be_used(door: Door, text: str, says: str) -> None:
+    Path("spectune.toml").write_text(text)
+    assert says in refused(door, "tune")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        api.tune(prompts=["x"])
+    Path("spectune.toml").unlink()
+    assert "none.toml: no such file" in Door(None).refused("--config none.toml db check")
+
+
+def test_what_is_typed_wins_over_the_environment_over_the_file(
+    door: Door, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert says in door.error(command)
+    Path("below").mkdir()
+    Path("spectune.toml").write_text(
+        'pair = "pair/pair.json"\nworkload = "good.jsonl"\ndeployment = "file"\ndb = "file.db"\n'
+        "[sampling]\nmax_new_tokens = 3\n"
+    )
+    monkeypatch.delenv("SPECTUNE_PAIR")
+    monkeypatch.chdir("below")
+    door, file = Door(None), "../spectune.toml"
+    made = door.json(f"--config {file} run --policy '{FIXED}'")
+    assert (made["requests"], made["emitted_tokens"]) == (4, 12)
+    with opened(folder.parent / "file.db") as store:
+        assert store.get_run("latest").outcome.total.emitted_tokens == 12
+    monkeypatch.setenv("SPECTUNE_CONFIG", file)
+    assert api.run(FIXED, limit=1).data["emitted_tokens"] == 3
+    activate = f"policies activate '{FIXED}' --device cpu"
+    env = {"SPECTUNE_DEPLOYMENT": "env", "SPECTUNE_DB": "env.db"}
+    words = [door.call(activate, json=True), door.call(activate, json=True, env=env)]
+    words.append(door.call(activate, json=True, env=env, deployment="typed"))
+    assert [json.loads(w.stdout)["deployment"] for w in words] == ["file", "env", "typed"]
+    assert Path("env.db").exists()
+
+
+def test_init_writes_a_file_that_says_every_key(door: Door) -> None:
+    assert door.json("init")["config"] == "spectune.toml"
+    text = Path("spectune.toml").read_text()
+    config = settings.read_config(None)
+    assert config is not None
+    assert config.values == {}
+    spelled = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    settings.File.model_validate(spelled)
+    keys = {f"{k}.{n}" if isinstance(v, dict) else k for k, v in spelled.items() for n in
+            (v if isinstance(v, dict) else [k])}  # fmt: skip
+    assert keys == settings.leaves(settings.File).keys() - {"drafts"}
+    assert "spectune.toml exists already; --force replaces it" in door.refused("init")
+    assert "no such pair file" in door.refused("init", force=True, pair="none.json")
+    assert Path("spectune.toml").read_text() == text
+    Path("spectune.toml").write_text("broken")
+    assert door.call("init", force=True, pair=door.pair).exit_code == 0
+    config = settings.read_config(None)
+    assert config is not None
+    assert [*config.values] == ["pair"]
+
+
+def test_every_key_is_documented() -> None:
+    page = PAGES["docs/configuration.md"]
+    assert "\n".join(settings.table()) in page
+    (example,) = blocks("docs/configuration.md", "toml")
+    settings.File.model_validate(tomllib.loads(example))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["tune", "record", "run", "generate x", "profile", "policies rollback", "policies show"],
+)
+def test_no_pair_is_taken_in_silence(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no pair is named; say --pair FILE" in Door(None).refused(command)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recording_that_is_named_says_which_pair(door: Door, folder: Path) -> None:
+    """Also against the environment; what is typed is believed, and compared."""
+    env = {"SPECTUNE_PAIR": str(folder)}
+    spec = json.loads((folder / "pair.json").read_text())
+    del spec["drafts"]["far"]
+    (folder / "pair.json").write_text(json.dumps(spec))
+    again = door.call("record --resume latest", json=True, env=env)
+    assert json.loads(again.stdout)["n_requests"] == 4
+    assert "was made with pair" in door.error("tune --recording latest", pair=folder)
 
 
 # ---------------------------------------------------------------------------------------- workloads
@@ -176,6 +329,23 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_decoded(
 def test_a_tokenizer_that_warns_of_long_texts_adds_no_line(door: Door, folder: Path) -> None:
     merge(folder / "target" / "tokenizer_config.json", {"model_max_length": 512})
     assert "exceed the context" in refused(door, "generate", "many words " * 300, pair=folder)
+
+
+def test_several_turns_are_a_choice_and_never_dropped_in_silence(door: Door) -> None:
+    rows = [{"id": "a", "turns": ["one"]}, {"id": "b", "turns": ["first", "second", "third"]}]
+    write_lines("chats.jsonl", rows)
+    with pytest.raises(WorkloadError, match=r"chats\.jsonl:2: 3 turns.*requests.turns=all"):
+        load_workload(["chats.jsonl"])
+
+    def prompts(turns: Any) -> list[str]:
+        return [r.prompt for r in load_workload(["chats.jsonl"], turns=turns).requests]
+
+    assert prompts("first") == ["one", "first"]
+    assert prompts("all") == ["one", "first", "second", "third"]
+    for command in ("record", "run", "tune"):
+        assert "chats.jsonl:2: 3 turns" in door.error(command, workload="chats.jsonl")
+    done = door.json("run", *SHORT, workload="chats.jsonl", turns="all")
+    assert done["requests"] == 4
 
 
 # -------------------------------------------------------------------------------------------- pairs
@@ -225,7 +395,7 @@ def merge(file: Path, document: dict[str, Any]) -> None:
         ),
         (
             *("target/chat_template.jinja", b"{{ raise_exception('no such role') }}"),
-            "the target's chat template (--no-chat leaves it out): no such role",
+            "the target's chat template (--set sampling.chat=false leaves it out): no such role",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -320,7 +490,7 @@ def test_a_conversation_without_a_template_is_refused_before_the_pair_is_loaded(
     line = refused(door, command, pair=folder, workload="talk.jsonl")
     assert (
         "a conversation of 3 messages needs a chat template, and the target's tokenizer has none; "
-        "--no-chat puts" in line
+        "--set sampling.chat=false puts" in line
     )
     line = refused(door, command, pair=folder, workload="talk.jsonl", no_chat=True)
     assert "model.safetensors cannot be read" in line
@@ -381,24 +551,6 @@ def test_a_damaged_chunk_is_named_and_the_others_are_usable(door: Door) -> None:
 # ------------------------------------------------------------------------------ usage and processes
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("tun", "No such command 'tun'"),
-        ("tune --bugdet 1m", "No such option"),
-        ("run --limit 0", "'--limit'"),
-        ("simulate", "Missing option '--policy'"),
-        ("profile --contexts 0", "--contexts"),
-    ],
-)
-def test_usage_errors_point_to_the_help(door: Door, command: str, says: str) -> None:
-    found = door.call(command)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert says in found.stderr
-    assert "--help' for help" in found.stderr
-    assert "Traceback" not in found.stderr
-
-
 def test_real_processes_print_one_line(door: Door) -> None:
     """The same through the operating system: no line of torch's, transformers' or Python's own
     beside ours."""
@@ -450,3 +602,21 @@ def test_help_ends_with_an_example(path: tuple[str, ...], command: click.Command
         words = line.split("cli.py ")[1]
         # An example that no longer parses is worse than none.
         assert path == () or " ".join(path) in words
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    def parts() -> io.StringIO:
+        yield "half"  # type: ignore[misc]
+        raise RuntimeError("stop")
+
+    (tmp_path / "out").write_text("before")
+    with pytest.raises(RuntimeError):
+        write_text(str(tmp_path / "out"), parts())
+    assert (tmp_path / "out").read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SpectuneError, match="no regular file"):
+        write_text(str(tmp_path / "pipe"), ["x"])

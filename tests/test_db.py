@@ -23,7 +23,7 @@ from spectune.db.urls import parse_url, shown
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 
-COMMANDS = ("traces list", "db check", "db upgrade", "schedule list")
+COMMANDS = ("traces list", "db check", "db check --upgrade", "schedule show")
 
 
 def put(database: Database, name: str = "p") -> None:
@@ -119,7 +119,7 @@ def test_an_empty_database_gets_its_tables_when_asked(new_url: str) -> None:
     if "://" not in new_url:
         Path(new_url).touch()
     for command in ("traces list", "db check"):
-        assert "db upgrade` makes its tables" in Door(new_url).refused(command)
+        assert "db check --upgrade` makes its tables" in Door(new_url).refused(command)
     assert upgrade(new_url) == (None, HEAD)
     assert upgrade(new_url) == (HEAD, HEAD)
     assert check(new_url).ok

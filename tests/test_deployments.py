@@ -89,10 +89,10 @@ def test_a_deployments_life_at_two_temperatures(
     assert shown["sampling"] == tuned_for(Sampling(0.7), "coupled")
     listed = door.json("policies", "list", *of, "--deployment", "canary")["publications"]
     assert {p["deployment"] for p in listed} == {"canary"}
-    forces = door.json("policies", "deployments")["deployments"]
+    forces = door.json("policies", "list", "--in-force")["publications"]
     assert [(f["deployment"], f["pair"], f["policy"], f["temperature"]) for f in forces] == [
-        ("canary", "tiny-llama", fixed(5).id, 0.7),
         ("default", "tiny-llama", fixed(2).id, 0.0),
+        ("canary", "tiny-llama", fixed(5).id, 0.7),
     ]
 
 
@@ -214,8 +214,8 @@ def test_an_engine_follows_the_deployment_of_its_name(
     def stops(*_: object) -> None:
         raise EngineError("not started here")
 
-    monkeypatch.setattr("spectune.engines.start.start", stops)
-    monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda: True)
+    monkeypatch.setattr("spectune.optimizer.commands.decoding.start", stops)
+    monkeypatch.setattr("spectune.optimizer.commands.decoding.sees_cuda", lambda: True)
     door = Door(str(tmp_path / "x.db"))
     for engine, named, where in (
         ("vllm", (), "on cuda in deployment vllm;"),
@@ -251,18 +251,18 @@ def test_what_servers_did_with_a_publication_is_told(tmp_path: Path, tiny_pair: 
         told.stdout.split()
     )
     assert "in force" not in told.output
-    (row,) = door.json("policies", "deployments")["deployments"]
+    (row,) = door.json("policies", "list", "--in-force")["publications"]
     assert row["servers"] == []
-    assert "nobody has" in " ".join(door.call("policies", "deployments").stdout.split())
+    assert "nobody has" in " ".join(door.call("policies", "list", "--in-force").stdout.split())
     with opened(tmp_path / "x.db") as store:
         store.acknowledge(1, "east", "applied")
         store.acknowledge(1, "west", "refused", "it loaded another draft")
-    (row,) = door.json("policies", "deployments")["deployments"]
+    (row,) = door.json("policies", "list", "--in-force")["publications"]
     assert [(s["server"], s["status"], s["reason"]) for s in row["servers"]] == [
         ("east", "applied", ""),
         ("west", "refused", "it loaded another draft"),
     ]
-    wide = door.call("policies", "deployments", env={"COLUMNS": "300"}).stdout
+    wide = door.call("policies", "list", "--in-force", env={"COLUMNS": "300"}).stdout
     assert "east applied; west refused: it loaded another draft" in wide
     back = door.json("policies", "activate", json.dumps(fixed(3).spelled_out()), *of)
     assert back["servers"] == []

@@ -38,6 +38,7 @@ from spectune.runtime.policies.document import (
     Stratify,
     parse_policy,
 )
+from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore, query
 from spectune.traces.store.compare import compare
 from spectune.traces.workloads import Line, make_workload
@@ -229,7 +230,7 @@ def test_commands_exist(words: list[str]) -> None:
     "wrong", ["tunes", "tune --gamma", "policies show --nope", "run --limit 0"]
 )
 def test_a_command_that_does_not_exist_is_noticed(wrong: str) -> None:
-    with pytest.raises(click.UsageError):
+    with pytest.raises((click.UsageError, SpectuneError)):
         parsed(wrong.split())
 
 
@@ -282,7 +283,7 @@ def test_the_pages_run(
     # less effort here.
     for pair in ("pair.json", "models.json"):
         put_profile(str(place / "spectune.db"), place / pair)
-    few = {"trials": 2, "finalists": 1, "tree_width": 0, "budget_s": 1}
+    few = {"trials": 2, "finalists": 1, "tree_width": 0, "budget": 1}
     few["max_new_tokens"] = 8
     monkeypatch.setattr(spectune, "tune", partial(spectune.tune, **few), raising=False)
     run_page("README.md", place, monkeypatch)

@@ -119,7 +119,7 @@ def test_every_number_of_tokens_is_named_to_the_server() -> None:
         }
 
 
-COMMAND = ("engines", "vllm", "command")
+COMMAND = ("engines", "vllm")
 
 
 def config_in(line: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_the_printed_command_serves_the_pair_with_its_draft(
     def printed(*asked: object) -> str:
         return str(door.json(*COMMAND, "--pair", tiny_pair, *asked)["line"])
 
-    words = shlex.split(line := printed("--draft-name", "far"))
+    words = shlex.split(line := printed("--draft", "far"))
     assert words[:3] == [
         f"SPECTUNE_DB={tmp_path / 'a b.db'}",
         f"SPECTUNE_PAIR={tiny_pair}",
@@ -148,10 +148,10 @@ def test_the_printed_command_serves_the_pair_with_its_draft(
     assert words[words.index("--generation-config") + 1] == "vllm"
     far = {"method": "draft_model", "model": dict(spec.drafts)["far"]}
     assert config_in(line) == {**far, "num_speculative_tokens": 3}
-    lookup = config_in(printed("--draft-name", "ngram", "--gamma", 5))
+    lookup = config_in(printed("--draft", "ngram", "--gamma", 5))
     assert (lookup["method"], lookup["num_speculative_tokens"]) == ("ngram", 5)
     assert "num_speculative_tokens_per_batch_size" not in lookup
-    told = door.call(*COMMAND, "--pair", tiny_pair, "--draft-name", "x")
+    told = door.call(*COMMAND, "--pair", tiny_pair, "--draft", "x")
     assert told.exit_code == 2
     assert "no such draft; it has: near, far, ngram" in told.stderr
 

@@ -26,11 +26,11 @@ from served_traces import (
 )
 from sqlalchemy import select
 
+from spectune.api import simulate
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.optimizer.bench.engine import EngineBench, engine_bench
 from spectune.optimizer.load_search import LoadStudy
-from spectune.optimizer.python import simulate
 from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.simulate.serving import Simulated
 from spectune.optimizer.timings import TIE
@@ -77,7 +77,7 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
         (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
         (BY_BATCH, "--arrivals poisson:-1", "no number above 0"),
         (BY_BATCH, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
-        (BY_BATCH, "--arrivals clients:2 --tpot 40", "write for example 500ms"),
+        (BY_BATCH, "--arrivals clients:2 --tpot 40", "such as 30s, 5m, 24h or 500ms"),
     ):
         assert said in server.error("simulate", "--policy", wanted, *more.split())
 
@@ -110,18 +110,21 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     what, command = last.stdout.splitlines()[-2:]
     assert what == "# publishes it"
     words = shlex.split(command)
-    assert server.json(*words[words.index("policies") :])["version"] == 1
+    assert server.json(*words[1:], "--pair", "demo")["version"] == 1
 
 
-def test_options_that_say_nothing_of_a_load_are_refused(server: Door, tiny_pair: Path) -> None:
+def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: Path) -> None:
     for more, said in (
-        ("--objective goodput", "needs --ttft or --tpot"),
-        ("--quick", "--quick says nothing of a load"),
-        ("--threads 1", "are for --execute"),
+        ("--objective goodput", "needs ttft or tpot"),
         (f"--pair {tiny_pair}", "was made with pair"),
     ):
         assert said in server.refused(*TUNE.split(), "clients:1", *more.split())
-    assert "say --arrivals too" in server.refused("tune", "--objective", "tpot")
+    told = " ".join(
+        server.call(*TUNE.split(), "clients:1", "--quick", "--threads", 1).stderr.split()
+    )
+    assert "requests are those of `record --engine`: --quick" in told
+    assert "no effect without --execute: --set threads" in told
+    assert "say --arrivals" in server.refused("tune", "--engine", "vllm")
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,12 @@ def test_place_notes_and_the_version_that_saved_it_are_not_in_the_id(
 
 
 def test_names_of_drafts_cannot_imitate_other_pairs(folder: Path) -> None:
-    one = read_pair(None, str(folder / "target"), [f"a={folder / 'near'}", f"b={folder / 'far'}"])
-    other = read_pair(None, str(folder / "target"), [f"b={folder / 'near'}", f"a={folder / 'far'}"])
+    one = read_pair(
+        None, str(folder / "target"), {"a": str(folder / "near"), "b": str(folder / "far")}
+    )
+    other = read_pair(
+        None, str(folder / "target"), {"b": str(folder / "near"), "a": str(folder / "far")}
+    )
     assert one.id != other.id
 
 

@@ -116,17 +116,18 @@ def test_commands_say_what_they_removed(tmp_path: Path) -> None:
     with opened(str(door.db)) as store:
         recording, other = a_recording(store, n=2), a_recording(store, n=2)
         store.put_study(PAIR, sampler="s", seed=0, document={})
-    assert "--older-than AGE" in door.call("db prune").stderr
-    for options in ("", " --recording latest --keep-last 1"):
-        assert "say what to prune: either --recording ID, or" in door.error(
-            "traces prune" + options
+    assert "--older-than AGE" in door.error("db prune")
+    for options in ("", " --id latest --keep-last 1"):
+        assert "say what to prune: either --id ID, or" in door.error(
+            "db prune recordings" + options
         )
-    assert door.json("traces prune --older-than 30d")["removed"] == []
-    told = door.call("traces prune --dry-run", recording=recording[:8]).stdout
-    assert told == f"would remove {recording}\n"
-    assert door.json("traces prune", recording="latest")["removed"] == [other]
+    assert door.json("db prune recordings --older-than 30d")["removed"] == {"recordings": []}
+    shown = door.call("db prune --dry-run", id=recording[:8]).stdout
+    assert "would be removed" in shown
+    assert recording in shown
+    assert door.json("db prune", id="latest")["removed"] == {"recordings": [other]}
     assert door.json("db prune --older-than 30d")["removed"] == {kind: [] for kind in PRUNED}
     found = door.json("db prune studies recordings --keep-last 0")
     assert found["removed"]["recordings"] == [recording]
     assert set(found["removed"]) == {"studies", "recordings"}
-    assert door.json("db list")["studies"] == 0
+    assert door.json("db show")["studies"] == 0

@@ -20,12 +20,12 @@ from trace_values import a_trajectory
 from spectune.db.database import Database
 from spectune.db.errors import DatabaseError
 from spectune.optimizer import schedule as schedules
+from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import search_texts
 from spectune.optimizer.parts import deal, recorded_parts
 from spectune.optimizer.record import PanoramaSpec, record
-from spectune.optimizer.report.tables import evidence_table
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.tune import TuneOptions, tune, tune_recording
@@ -155,7 +155,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     assert [line for line in said if "is raced without a prediction: " in line]
     assert tuned.to_json()["baselines"]["incumbent"]["predicted_tokens_per_s"] is None
     assert "Predicted speeds were off by" in page(report_on(store, tuned.study))
-    assert evidence_table(tuned)
+    assert tuning_result(tuned)
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

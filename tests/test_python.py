@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +17,24 @@ from test_report import PLAIN, SLOWER, WINNER
 from test_report import tuned as results
 
 import spectune
-import spectune.optimizer.python
+import spectune.optimizer.commands.tune
 from spectune.db.errors import DatabaseError
+from spectune.optimizer.commands.results import Result
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.python import Result
 from spectune.runtime.loading import LoadedPair
-from spectune.traces.errors import PairError, WorkloadError
+from spectune.traces.errors import ConfigError, PairError, WorkloadError
 
 PROMPTS = (
     *("def add(a, b):", "The quick brown fox", "import json", "0 1 2 3 4", "for i in"),
     "Ann buys 4 apples and",
 )
-TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "budget_s": 1, "tree_width": 0}
+TINY = {"gamma_max": 5, "trials": 2, "finalists": 1, "tree_width": 0}
+TINY["budget"] = "1s"
 
 
 def test_importing_it_imports_nothing_else() -> None:
     say = (
-        "import sys; before = set(sys.modules); import spectune; dir(spectune); "
-        "print(*set(sys.modules) - before)"
+        "import sys; before = set(sys.modules); import spectune; print(*set(sys.modules) - before)"
     )
     how: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
     found = subprocess.run([sys.executable, "-c", say], **how).stdout
@@ -126,23 +127,29 @@ def test_prompts_of_every_kind_are_narrowed(
     write_lines("w.jsonl", lines)
     whole = load_workload(["w.jsonl"])
     how: dict[str, Any] = {"pair": pair, "max_new_tokens": 1}
-    for prompts in (whole, "w.jsonl", Path("w.jsonl"), lines):
-        found = spectune.run("autoregressive", prompts=prompts, limit=2, categories=["b"], **how)
-        assert [row["category"] for row in found.rows] == ["b", "b"]
-    for column in ("turns", "column"):
-        refused = f"{column}: for prompts of a file, not for a Workload"
-        with pytest.raises(WorkloadError, match=refused):
-            spectune.run("autoregressive", prompts=whole, pair=pair, **{column: "first"})
+    texts = ({"prompts": whole}, {"workload": Path("w.jsonl")}, {"prompts": lines})
+    for prompts in texts:
+        result = spectune.run("autoregressive", **prompts, limit=2, category="b", **how)
+        assert [row["category"] for row in result.rows] == ["b", "b"]
+    with pytest.raises(WorkloadError, match="column: for prompts of a file"):
+        spectune.run("autoregressive", prompts=whole, pair=pair, column="first")
+    groups = {"sampling": {"max_new_tokens": 1}, "requests": {"limit": 1}}
+    assert len(spectune.run("autoregressive", prompts=lines, pair=pair, **groups).rows) == 1
 
 
 def test_rows_of_a_tuning_are_in_the_order_of_the_race(
     pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was dropped after two easy requests has the most tokens/s."""
-    done = results(WINNER, PLAIN, PLAIN, SLOWER, WINNER)
-    monkeypatch.setattr(spectune.optimizer.python, "do_tune", lambda *_args, **_how: done)
-    found = spectune.tune(prompts=["x"], pair=pair, db=tmp_path / "x.db")
-    assert [row["role"] for row in found.rows] == ["finalist 1", "finalist 2", "autoregressive"]
+    incumbent = replace(PLAIN, role="incumbent")
+    done = results(WINNER, incumbent, PLAIN, incumbent, SLOWER, WINNER)
+    command = spectune.optimizer.commands.tune
+    monkeypatch.setattr(command, "tune_workload", lambda *_args, **_how: done)
+    prompts, db = [f"x {n}" for n in range(40)], tmp_path / "x.db"
+    found = spectune.tune(prompts=prompts, pair=pair, db=db, publish=False, report="none")
+    assert [row["role"] for row in found.rows] == [
+        *("finalist 1", "finalist 2", "autoregressive, incumbent"),
+    ]
 
 
 def test_what_a_call_does_not_take_is_refused(
@@ -151,27 +158,26 @@ def test_what_a_call_does_not_take_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPECTUNE_PAIR", raising=False)
     how: dict[str, Any] = {"pair": str(tiny_pair), "db": "x.db"}
-    with pytest.raises(TypeError, match=r"spectune.tune\(\) got unexpected arguments: tempratur"):
+    with pytest.raises(ConfigError, match="unknown argument 'tempratur'; did you mean 'tempera"):
         spectune.tune(prompts=["x"], tempratur=1.0, **how)
+    with pytest.raises(ConfigError, match=r"unknown key 'search.trial'; did you mean 'search.tri"):
+        spectune.tune(prompts=["x"], search={"trial": 1}, **how)
+    with pytest.raises(ConfigError, match="limit: '0': it should be greater"):
+        spectune.tune(prompts=["x"], limit=0, **how)
     with pytest.raises(PairError, match="no pair is named"):
         spectune.run(prompts=["x"], db="x.db")
     near = {"near": str(tiny_pair.parent / "near")}
     for more, says in (
-        ({**how, "drafts": near}, "--draft needs --target"),
-        ({**how, "target": str(tiny_pair.parent / "target")}, "either --pair or --target"),
-        ({"drafts": near}, "--draft needs --target"),
+        ({"drafts": near}, "drafts need a target"),
+        ({**how, "target": str(tiny_pair.parent / "target")}, "either a pair or a target"),
         ({"pair": pair, "drafts": near, "threads": 2}, "drafts, threads: the pair is loaded"),
         ({"pair": pair, "device": "cpu"}, "device: the pair is loaded already"),
     ):
         with pytest.raises(PairError, match=says):
             spectune.run("autoregressive", prompts=["x"], **{"db": "x.db", **more})
-    with pytest.raises(TypeError, match="unexpected arguments: draft"):
-        spectune.run(pair="there is none", draft="x", db="x.db")
     monkeypatch.setenv("SPECTUNE_PAIR", how.pop("pair"))
     with pytest.raises(WorkloadError, match=r"prompts\[1\]: .prompt. must be a text"):
         spectune.record(prompts=["x", " "], **how)
-    with pytest.raises(WorkloadError, match="column: for prompts of a file, not for a list"):
-        spectune.record(prompts=["x"], column="y", **how)
     with pytest.raises(DatabaseError, match="no database at"):
         spectune.simulate("autoregressive", db="x.db")
     with pytest.raises(DatabaseError, match="no database at"), spectune.open("x.db"):

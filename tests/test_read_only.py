@@ -23,7 +23,7 @@ READS = (
     "traces list",
     "traces show latest",
     "policies list --pair demo",
-    "schedule list",
+    "schedule show",
     'simulate --policy \'{"draft":"small","window":{"kind":"fixed","gamma":4}}\'',
     "db check",
 )
@@ -88,7 +88,7 @@ def test_what_a_writer_has_in_its_log_is_read_or_said(path: Path) -> None:
     door = Door(str(path))
 
     def labels() -> Any:
-        return door.call("db list policies --json").stdout
+        return door.call("db show policies --json").stdout
 
     with opened(path) as store:
         store.put_policy("q", {}, "newest")
@@ -112,5 +112,5 @@ def test_what_a_writer_has_in_its_log_is_read_or_said(path: Path) -> None:
 def test_an_empty_file_that_cannot_be_filled_is_one_line(path: Path) -> None:
     empty = path.with_name("empty.db")
     empty.touch()
-    line = as_reader(path.parent, lambda: Door(str(empty)).refused("db upgrade"))
+    line = as_reader(path.parent, lambda: Door(str(empty)).refused("db check --upgrade"))
     assert "empty.db is read-only" in line

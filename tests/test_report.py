@@ -19,9 +19,11 @@ from pairs import fixed
 from rich.console import Console
 from synthetic import policy
 
-from spectune.optimizer.commands.printing import Meter, emit
+from spectune.optimizer.commands.outcomes import outcome_result
+from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.terminal import Terminal
+from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.confirm import Confirmation
-from spectune.optimizer.report.tables import evidence_table, outcome_table, rows_table
 from spectune.optimizer.report.tuning import TuningReport, page
 from spectune.optimizer.report.words import closing, policy_in_words
 from spectune.optimizer.texts import ComparedTexts
@@ -76,16 +78,16 @@ def results(winner: Candidate, incumbent: Candidate, **more: Any) -> Tuned:
 FASTER = results(WINNER, PLAIN, confirmed=CONFIRMED)
 
 
-def printed(view: object, width: int = 300) -> str:
+def printed(result: Result, width: int = 300) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(view)
+    result.print(Console(file=out, width=width, color_system=None), as_json=False)
     return out.getvalue()
 
 
 def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_requests() -> None:
     """A policy that was dropped after two easy requests has the most tokens/s and is not the
     fastest. Speeds predicted twice too high are off by 100%, whatever the factor fitted after."""
-    text = printed(evidence_table(FASTER))
+    text = printed(tuning_result(FASTER))
     rows = [re.split(" *│ *", line)[1:] for line in text.splitlines() if line.startswith("│")]
     winner = "winner: small fixed(gamma=4)"
     assert [r[0] for r in rows] == [winner, "small fixed(gamma=8)", "autoregressive, incumbent"]
@@ -94,7 +96,7 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
     assert [row[5] for row in rows] == ["4 of 4", "2 of 4", "4 of 4"]
     assert [row[6] for row in rows] == ["1.600", "1.667", "1.000"]
     assert [row[7] for row in rows] == ["1.000", "0.830 (0.800-0.860)", "0.625 (0.600-0.650)"]
-    assert re.search(r"winner: .* 1\.600 .* 1\.000", printed(evidence_table(FASTER), 100))
+    assert re.search(r"winner: .* 1\.600 .* 1\.000", printed(tuning_result(FASTER), 100))
     assert "dropped early, behind beyond noise: 1;" in text
     assert "off by 100.0% in the median of 3 policies; after one common factor" in text
     assert "0 of 4 texts differ (float32; autoregression was not repeated)" in text
@@ -105,19 +107,20 @@ def test_what_users_named_is_shown_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = (RequestOutcome("r", HOSTILE, Counts(1)), RequestOutcome("s", "[b]", Counts(1)))
-    view = rows_table([{"a": f"{HOSTILE}\nsecond"}, {"a": "[/b]"}], ("a",), HOSTILE)
-    texts = [printed(outcome_table(Outcome(HOSTILE, "executed", requests))), printed(view)]
+    table = Table([{"a": f"{HOSTILE}\nsecond"}, {"a": "[/b]"}], ("a",), HOSTILE)
+    view = Result("", {}, (), [table])
+    texts = [printed(outcome_result(Outcome(HOSTILE, "executed", requests), {})), printed(view)]
     assert "[b]" in texts[0]
     assert f"{SHOWN}\\nsecond" in texts[1]
-    emit({}, f"pair {HOSTILE}")
-    with Meter() as meter:
-        meter(HOSTILE, 0, 1)
+    with Terminal(as_json=False) as shell:
+        shell.talk.progress(HOSTILE, 0, 1)
+        shell.print(Result(f"pair {HOSTILE}", {}))
     texts += capsys.readouterr()
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
-    with Meter() as meter:
-        meter(HOSTILE, 0, 2)
+    with Terminal(as_json=False) as shell:
+        shell.talk.progress(HOSTILE, 0, 2)
     assert all(SHOWN in text for text in (*texts, terminal.getvalue()))
     assert not any(set(text) & {"\x1b", "\x07"} for text in texts)
 
@@ -212,7 +215,7 @@ def test_two_policies_of_one_label_are_told_apart() -> None:
     second = parse_policy({**BY_PROMPT, "window": fixed(3)})
     assert first.label() == second.label()
     raced = [replace(SLOWER, policy=policy) for policy in (first, second)]
-    text = printed(evidence_table(tuned(raced[0], raced[0], *raced)))
+    text = printed(tuning_result(tuned(raced[0], raced[0], *raced)))
     assert all(f"{p.label()} [{p.id[:6]}]" in text for p in (first, second))
 
 

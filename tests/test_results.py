@@ -1,5 +1,5 @@
-"""What a command has worked for is never lost: files are written before anything is stored, and
-what cannot be stored is kept in one."""
+"""Files that a command writes: they take no place that is needed, and what a command found is
+printed also where the database takes nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from click.testing import Result
 from databases import run_sql
-from doors import FIXED, Door, lines, put_profile, write_workload
+from doors import FIXED, Door, lines, write_workload
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
@@ -82,104 +81,21 @@ def before(statement: str, act: Callable[[], object]) -> Iterator[None]:
         event.remove(Engine, "before_cursor_execute", listener)
 
 
-def kept(here: Path, found: Result) -> dict[str, Any]:
-    """What is in the file that the last line of a failed command names, which is its only error."""
-    assert (found.exit_code, found.stdout) == (2, "")
-    line = found.stderr.splitlines()[-1]
-    assert line.startswith("error: ")
-    assert found.stderr.count("error: ") == 1
-    (file,) = here.glob("spectune-*.json")
-    assert f"kept in {file.name}" in line
-    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return document
-
-
-def test_files_are_whole_and_the_results_in_one_though_the_database_takes_nothing(
+def test_what_was_executed_is_printed_though_the_database_takes_nothing(
     door: Door, here: Path
 ) -> None:
     whole = door.json(*run(door, "--no-store"))
     forbid_writing(door.db, "run")
-    found = door.call(*run(door, "--outputs", "texts.jsonl", "--per-round", "rounds.jsonl"))
-    document = kept(here, found)
+    files = ("--outputs", "texts.jsonl", "--per-round", "rounds.jsonl", "--json")
+    done = door.call(*run(door, *files))
+    assert done.exit_code == 2
+    assert done.stderr.count("error: ") == 1
+    data = json.loads(done.stdout)
+    for key in ("requests", "emitted_tokens", "policy_id"):
+        assert data[key] == whole[key]
     texts = lines(here / "texts.jsonl")
     assert [row["id"] for row in texts] == ["r0", "r1", "r2"]
     assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
-    tokens = [row["token_ids"] for row in texts]
-    assert [row["token_ids"] for row in document["texts"]] == tokens
-    assert [len(row) for row in tokens] == [8, 8, 8]
-    for key in ("requests", "emitted_tokens", "policy_id"):
-        assert document[key] == whole[key]
-    assert document["pair"]
-    assert all(row["text"] and row["rounds"] for row in document["texts"])
-
-
-def test_a_learned_table_that_cannot_be_stored_is_kept(door: Door, here: Path) -> None:
-    record(door)
-    forbid_writing(door.db, "artifact")
-    learning = ("simulate", "--policy", LEARNING, "--keep-q-table")
-    document = kept(here, door.call(*learning, "--per-round", "rounds.jsonl"))
-    assert {row["request"] for row in lines(here / "rounds.jsonl")} == {"r0", "r1", "r2"}
-    assert document["requests"] == 3
-    assert document["q_table"]
-
-
-def test_a_database_that_is_removed_meanwhile_takes_no_results_with_it(
-    tiny_pair: Path, here: Path
-) -> None:
-    door = Door("spectune.db", str(tiny_pair))
-    door.json("db", "upgrade")
-
-    def remove() -> None:
-        for file in here.glob("spectune.db*"):
-            file.unlink()
-
-    with before("INSERT INTO run", remove):
-        found = door.call(*run(door))
-    assert len(kept(here, found)["texts"]) == 3
-    assert "database spectune.db was removed meanwhile" in found.stderr.splitlines()[-1]
-
-
-def lose_database(url: str, here: Path) -> None:
-    """PostgreSQL: every connection is cut, and nothing can be written from now on. SQLite: the file
-    is gone."""
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        Path(str(parsed.database)).unlink(missing_ok=True)
-        return
-    forbid_writing(url, "publication")
-    engine = sa.create_engine(parsed)
-    with engine.connect() as server:
-        server.exec_driver_sql(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
-            "current_database() AND pid <> pg_backend_pid()"
-        )
-    engine.dispose()
-
-
-@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
-def test_what_a_race_has_shown_is_kept_where_it_cannot_be_published(door: Door, here: Path) -> None:
-    write_workload(here / "many.jsonl", 18)
-    put_profile(door.db, door.pair)
-
-    tune = ("tune", "--pair", door.pair, "--workload", "many.jsonl", "--max-new-tokens", 8)
-    quick = ("--trials", 2, "--finalists", 1, "--budget", "1s", "--gamma-max", 4, "--tree-width", 0)
-    with before("INSERT INTO publication", lambda: lose_database(door.db, here)):
-        document = kept(here, door.call(*tune, *quick))
-    assert document["winner"]["policy"]
-    assert document["candidates"]
-    assert document["published"] is None
-
-
-def test_an_interrupt_while_storing_keeps_the_results(door: Door, here: Path) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with before("INSERT INTO run", interrupt):
-        found = door.call(*run(door))
-    assert found.exit_code == 130
-    (file,) = here.glob("spectune-run-*.json")
-    assert f"kept in {file.name}" in found.stderr
-    assert len(json.loads(file.read_text())["texts"]) == 3
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -188,11 +104,11 @@ def test_a_file_that_cannot_be_written_after_all_costs_nothing_stored(
 ) -> None:
     """The folder is removed while the run decodes: known only when the file is written."""
     (here / "out").mkdir()
-
     with before("", lambda: shutil.rmtree(here / "out", ignore_errors=True)):
-        found = door.call(*run(door, "--outputs", "out/texts.jsonl", "--record"))
-    assert len(kept(here, found)["texts"]) == 3
-    assert "texts.jsonl: cannot be written" in found.stderr.splitlines()[-1]
+        done = door.call(*run(door, "--outputs", "out/texts.jsonl", "--record"))
+    assert done.exit_code == 2
+    assert "near fixed(gamma=3)" in done.stdout
+    assert "texts.jsonl: cannot be written" in done.stderr.splitlines()[-1]
     assert [r["n_requests"] for r in door.json("traces", "list")["recordings"]] == [3]
 
 
@@ -303,7 +219,7 @@ def test_results_may_lie_beside_a_model(
     monkeypatch.chdir(here / "pair/target")
     door = Door("spectune.db", "")
     few = ("--workload", "../../three.jsonl", "--max-new-tokens", 2, "--policy", "autoregressive")
-    door.json("run", "--target", ".", *few, "--outputs", "out.jsonl", "--no-store")
+    door.json("run", "--set", "target=.", *few, "--outputs", "out.jsonl", "--no-store")
     assert len(lines(here / "pair/target/out.jsonl")) == 3
 
 

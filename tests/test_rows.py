@@ -189,10 +189,10 @@ def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> N
     line = chats.door.error("run", workload=file, bad_rows="error", **how)
     assert f"{file}:5: 'messages' must be a list" in line
     with pytest.warns(UserWarning, match="1 of 5 rows left out: "):
-        ran = spectune.run("autoregressive", prompts=file, db=chats.door.db, **how)
+        ran = spectune.run("autoregressive", workload=file, db=chats.door.db, **how)
     assert len(ran.rows) == 4
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
-        spectune.run("autoregressive", prompts=file, db=chats.door.db, bad_rows="error", **how)
+        spectune.run("autoregressive", workload=file, db=chats.door.db, bad_rows="error", **how)
     payload = {"pair": {}, "workload": [str(file)], "bad_rows": "error"}
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
         TuneSettings.read(payload).load_workload()

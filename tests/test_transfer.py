@@ -49,7 +49,7 @@ def test_pandas_and_duckdb_read_rows_as_they_are(
     rows = list(getattr(query, kind)(store))
     paths = {ending: tmp_path / f"rows.{ending}" for ending in ("parquet", "csv", "json")}
     for path in paths.values():
-        assert Door(url).json("traces export", path, rows=kind)["rows"] == len(rows)
+        assert Door(url).json("traces export", path, per=kind)["rows"] == len(rows)
     frame = pandas.read_parquet(paths["parquet"])
     assert list(frame.columns) == list(rows[0])
     assert str(frame.created_at.dtype) == "datetime64[us, UTC]"

@@ -176,7 +176,7 @@ def parse_row(
     except ValidationError as error:
         raise WorkloadError(f"{where}: {_problem(error)}") from None
     if key == "turns" and turns is None and len(row.turns) > 1:
-        choice = "--all-turns (each a prompt of its own) or --first-turn (the first alone)"
+        choice = "--set requests.turns=all (each a prompt of its own) or =first (the first alone)"
         raise WorkloadError(f"{where}: {len(row.turns)} turns; say {choice}")
     texts = row.turns[: None if turns == "all" else 1] or row.prompt
     prompts = [{"prompt": t} if isinstance(t, str) else {"ids": tuple(t)} for t in texts]

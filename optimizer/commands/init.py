@@ -5,63 +5,54 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Final
 
-import click
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.session import Talk, write_text
+from spectune.runtime.pair import read_pair
+from spectune.settings import MANY, File, Init, Leaf, leaves
+from spectune.traces.errors import ConfigError
 
-from spectune.optimizer.commands.config import FILE, flag, option
-from spectune.optimizer.commands.outputs import write_text
-from spectune.optimizer.commands.printing import Command, emit
-
-TEMPLATE: Final = """\
-# What spectune's options are for commands run in this folder. What is typed wins over the
-# environment, which wins over this file. Paths are relative to this file.
-
-{pair}
-# workload = "chats.jsonl"      # or several: ["chats.jsonl", "code.jsonl"]
-# column = "prompt"             # of tables and JSON lines: what holds the prompts
-# overlong = "error"            # prompts beyond the context: or "skip", "truncate"
-# bad_rows = "few"              # rows without a prompt: few (left out), error, skip
-# database = "spectune.db"      # a file, or postgresql://user@host/name
-# deployment = "default"        # each has one policy in force
-# budget = "80s"                # how long tune executes
-# device = "auto"               # cpu, cuda
-# dtype = "auto"                # float64, float32, bfloat16, float16
-# threads = 1                   # of the CPU
-
-[sampling]                      # what it is served with is what it should be tuned for
-# temperature = 0.0
-# top_k = 0                     # 0: off
-# top_p = 1.0                   # 1: off
-# seed = 0
-# verifier = "coupled"          # or "rejection"
-# max_new_tokens = 128
-# stop = ["END"]
+HEAD = """\
+# What spectune's options are for commands and Python calls in this folder. What is typed wins over
+# the environment, which wins over this file. Paths are relative to this file.
 """
 
 
-@click.command(cls=Command)
-@option("--pair", "'demo', or a pair file: written into it.")
-@flag("--force", "Replace a file that is there.")
-@click.pass_context
-def init(ctx: click.Context, pair: str | None, force: bool) -> None:
-    """Write a spectune.toml with comments into the working folder, or where --config says.
+def _line(name: str, leaf: Leaf) -> str:
+    """A key that is not said yet, its default or a value for it, and its help."""
+    values = {"N": 1, "NUMBER": 1.0, "TIME": "1s", "true|false": True}
+    value = leaf.shown_default() if leaf.metavar == "TIME" else leaf.default
+    if value in (None, "", ()):
+        value = values.get(leaf.metavar, leaf.metavar.split("|")[0])
+    value = [value] if leaf.reader in MANY else value
+    return f"# {name} = {json.dumps(value)}".ljust(34) + f"# {leaf.field.description}"
 
-    \b
-    Example:  cli.py init --pair pair.json
-    """
-    from spectune.traces.errors import ConfigError
 
-    file = Path(ctx.find_root().params["config"] or FILE)
-    if os.path.exists(file) and not force:
+def template(pair: str | None) -> str:
+    """The file, with every key there is."""
+    lines, table = [HEAD], ""
+    for key, leaf in leaves(File).items():
+        group, _, name = key.rpartition(".")
+        if group != table:
+            table = group
+            lines.append(f"\n[{group}]")
+        if key == "pair" and pair is not None:
+            lines.append(
+                f"pair = {json.dumps(pair, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+            )
+        elif key != "drafts":
+            lines.append(_line(name, leaf))
+    return "\n".join(lines) + "\n"
+
+
+def init(s: Init, talk: Talk) -> Result:
+    file = Path(s.out)
+    if os.path.exists(file) and not s.force:
         raise ConfigError(f"{file} exists already; --force replaces it")
-    line = '# pair = "pair.json"            # or "demo", the pair that ships'
+    pair = s.pair
     if pair is not None:
-        from spectune.runtime.pair import read_pair
-
         read_pair(pair).check()
-        named = pair if pair == "demo" else os.path.relpath(pair, file.parent)
-        line = f"pair = {json.dumps(named, ensure_ascii=False)}".replace("\x7f", "\\u007f")
-    write_text(str(file), [TEMPLATE.format(pair=line)])
-    told = f"{file} is written" + ("" if pair else "; say in it which pair is meant")
-    emit({"config": str(file)}, told)
+        pair = pair if pair == "demo" else os.path.relpath(pair, file.parent)
+    write_text(str(file), [template(pair)])
+    hint = "" if pair else "; say in it which pair is meant"
+    return Result(f"{file} is written{hint}", {"config": str(file)})

@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
-
-from spectune.optimizer.commands.config import option
-from spectune.optimizer.commands.options import FILE, LARGEST, FiniteRange, Whole
-from spectune.optimizer.commands.outputs import check_writable, database_files, write_text
-from spectune.optimizer.commands.printing import Command, emit
-from spectune.optimizer.commands.shared import open_store
-
-if TYPE_CHECKING:
-    from spectune.traces.store import TraceStore
-
-
-@click.command(cls=Command)
-@click.argument("study", default="latest")
-@option("--out", "The page; default: spectune-report-STUDY.html beside the database.", FILE)
-@option(
-    "--price",
-    "Price of a device for an hour, e.g. 2.50.",
-    FiniteRange(0.0, float(LARGEST), min_open=True),
+from spectune.db.errors import DatabaseError
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.session import (
+    Talk,
+    check_writable,
+    database_files,
+    open_store,
+    write_text,
 )
-@option("--gpus", "Devices that serve this traffic.", Whole(1, 1_000_000), default=1)
-def report(study: str, out: str | None, **cost: Any) -> None:
-    """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that
-    saves, predicted against measured, the race, speed by category, latency, acceptance, what was
-    tried and what not.
+from spectune.optimizer.report.tuning import page, report_on
+from spectune.optimizer.report.words import headline
+from spectune.settings import Report
+from spectune.traces.errors import OutputError
+from spectune.traces.store import TraceStore
 
-    STUDY is the id that `tune` printed, the beginning of one, or latest.
 
-    \b
-    Example:  cli.py report
-              cli.py report latest --out report.html --price 2.50 --gpus 8
-    """
-    check_writable(("--out", out))
-    with open_store(create=False) as store:
-        written = write_report(store, study, out, **cost)
-    emit(written, f"{written['path']}: {written['sentence']}")
+def report(s: Report, talk: Talk) -> Result:
+    check_writable(s, out=s.out)
+    with open_store(s) as store:
+        data = write_report(store, s.db, s.study, s.out, gpus=s.gpus, price=s.price)
+    return Result(f"{data['path']}: {data['sentence']}", data)
 
 
 def write_report(
-    store: TraceStore, study: str, out: str | None, *, gpus: int = 1, price: float | None = None
+    store: TraceStore,
+    db: str,
+    study: str,
+    out: str | None,
+    *,
+    gpus: int = 1,
+    price: float | None = None,
 ) -> dict[str, Any]:
-    """Writes the page of a study: ``path``, ``study`` and ``sentence``, its headline. Raises
-    NotFoundError or OutputError."""
-    from spectune.optimizer.report.tuning import page, report_on
-    from spectune.optimizer.report.words import headline
-
+    """Writes the page of a study, by default beside the database, and says where and what its first
+    sentence is. Raises OutputError."""
     report = report_on(store, study)
     name = report.study.id
-    beside = database_files()[:1]  # none of one on a server
+    beside = database_files(db)[:1]  # none of one on a server
     folder = beside[0].parent if beside else Path()
     path = out or str(folder / f"spectune-report-{name}.html")
     write_text(path, [page(report, gpus=gpus, price=price)])
     return {"path": path, "study": name, "sentence": headline(report.evidence["tuned"])}
+
+
+def page_of(
+    store: TraceStore, study: str, db: str, path: str | None, tell: Callable[[str], None]
+) -> tuple[str | None, Exception | None]:
+    """Writes the report: (where, None); (None, None) where none is to be, or a page that nobody
+    asked for cannot be made, which costs a line; (None, why) for one that was asked for."""
+    if path == "none":
+        return None, None
+    try:
+        return str(write_report(store, db, study, path)["path"]), None
+    except (OutputError, DatabaseError) as error:
+        if path is not None:
+            return None, error
+        tell(f"{error}; `report {study} --out report.html` writes the report elsewhere")
+        return None, None

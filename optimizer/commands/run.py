@@ -1,4 +1,4 @@
-"""`run`: execute a policy on a workload."""
+"""`run`: execute a policy on a workload; `generate`: stream one text."""
 
 from __future__ import annotations
 
@@ -6,98 +6,93 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import click
+from rich.console import Console
 
-from spectune.optimizer.commands import options as opts
-from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import (
-    NATIVE,
-    OnEngine,
-    check_engine,
-    deployment_on,
-    engine_options,
+from spectune.db.errors import DatabaseError
+from spectune.engines.protocol import Answered
+from spectune.optimizer.changes import (
+    Change,
+    Share,
+    changes_json,
+    changes_of,
+    label_of,
+    shares_of,
 )
-from spectune.optimizer.commands.options import FILE, decode_options, workload_of
-from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
-from spectune.optimizer.commands.printing import Command, Meter, emit, note
-from spectune.optimizer.commands.shared import (
-    check_policy,
+from spectune.optimizer.commands.decoding import (
+    NATIVE,
+    Served,
+    check_engine,
+    decode_options,
     fit_to,
     load,
+    plan_of,
+    read_workload,
+)
+from spectune.optimizer.commands.outcomes import outcome_result
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.session import (
+    Talk,
+    check_writable,
+    deployment_for,
     open_store,
-    pair_spec,
-    prepared,
-    say_unpublished,
+    pair_of,
+    policy_named,
+    rounds_of,
+    write_rows,
 )
-
-if TYPE_CHECKING:
-    from spectune.engines.protocol import Answered
-    from spectune.optimizer.changes import Change, Share
-    from spectune.optimizer.execute import DecodeOptions
-    from spectune.runtime.decoder import Decoded
-    from spectune.runtime.loading import LoadedPair
-    from spectune.runtime.loop import PolicySource
-    from spectune.runtime.pair import PairSpec
-    from spectune.runtime.policies.document import Policy
-    from spectune.runtime.text_codec import TextCodec
-    from spectune.traces.schema import Outcome, Step, Workload
-    from spectune.traces.store import TraceStore
-    from spectune.traces.store.traffic import TrafficWriter
-    from spectune.traces.tables import LatencyProfile
-
-T = TypeVar("T", "Decoded", "Answered")
-
-
-@click.command(cls=Command)
-@option(
-    "--policy policy_name",
-    "FILE, inline JSON, ID, active, or autoregressive.",
-    default="active",
+from spectune.optimizer.execute import DecodeOptions, encode, outcome
+from spectune.optimizer.execute import run as execute
+from spectune.optimizer.generate import generate as stream
+from spectune.optimizer.inputs import outcome_json
+from spectune.optimizer.on_engine import (
+    about_recording,
+    latency_on,
+    outcome_on,
+    verifier_of,
 )
-@opts.decoding
-@engine_options
-@opts.deployment
-@option(
-    "--profile profile_id", "Profile for windows that need costs; default: the latest made here."
-)
-@option("--outputs", "Write the texts, one JSON line per request.", FILE)
-@opts.per_round
-@flag(
-    "--record keep_texts",
-    "Keep the texts as a recording, for `tune --recording` and schedules.",
-)
-@flag("--no-store", "Do not keep the run in the database.")
-def run(**kw: Any) -> None:
-    """Execute a policy on a workload and measure it.
+from spectune.optimizer.on_engine import execute as execute_on
+from spectune.optimizer.record import put_policies, record_served, recording_options
+from spectune.optimizer.serving import watch
+from spectune.runtime.decoder import Decoded, drafts_of
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import PolicySource, StaticSource
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.text_codec import TextCodec
+from spectune.settings import Generate, Run
+from spectune.traces.acceptance import executed_first, hardly_accepted
+from spectune.traces.errors import OutputError, WorkloadError
+from spectune.traces.schema import Outcome, Request, Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.store.traffic import TrafficWriter
+from spectune.traces.tables import LatencyProfile
 
-    With --policy active, publications made meanwhile are picked up between two rounds.
+T = TypeVar("T", Decoded, Answered)
 
-    \b
-    Example:  cli.py run --pair demo --policy policy.json --limit 32 --outputs texts.jsonl
-              cli.py run --pair demo --policy policy.json --engine openvino --concurrency 8
-    """
-    check_writable(("--outputs", kw["outputs"]), ("--per-round", kw["per_round"]))
-    check_engine(kw)
-    kw["deployment"] = deployment_on(kw["engine"])
-    with open_store() as store:
-        spec = pair_spec(kw, store)
-        check_policy(store, kw["policy_name"])
-        execute = _decoded if kw["engine"] == NATIVE else _served
-        _finish(store, spec, kw, execute(store, spec, kw, decode_options(kw)))
+
+def run(s: Run, talk: Talk) -> Result:
+    check_writable(s, outputs=s.outputs, per_round=s.per_round)
+    check_engine(s, s.concurrency)
+    with open_store(s, create=True) as store:
+        spec = pair_of(s, store)
+        if s.policy != "active":
+            policy_named(store, s.policy, "", "", "", talk)  # refused before a model is loaded
+        executed = (_decode if s.engine == NATIVE else _serve)(store, spec, s, talk)
+        return _result(store, spec, s, executed, talk)
 
 
 @dataclass(frozen=True)
-class Ran:
+class Executed:
     """What was executed of a workload, and on what. It is stored under the policy that made most of
     its tokens; ``policies``: all others that a round may name. ``engine`` says which another one
     than the native decoder was, ``latency`` what its users waited for. ``heads``: the hidden states
     that the heads of a pair read that was decoded here."""
 
-    words: TextCodec
+    codec: TextCodec
     workload: Workload
-    served: Sequence[Decoded | Answered]
+    requests: Sequence[Decoded | Answered]
     writer: TrafficWriter | None
     outcome: Outcome
     shares: Sequence[Share]
@@ -110,39 +105,35 @@ class Ran:
     heads: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
+def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
     """By the native decoder."""
-    workload = workload_of(kw, spec)
-    pair = load(kw, spec)
-    from spectune.optimizer.changes import changes_of, label_of, shares_of
-    from spectune.optimizer.execute import encode, outcome
-    from spectune.optimizer.execute import run as execute
-    from spectune.optimizer.record import record_served, recording_options
-    from spectune.runtime.decoder import drafts_of
-
+    options = decode_options(s.sampling)
+    workload = read_workload(s, spec, talk)
+    pair = load(s, spec, talk)
     # What the target does not hold is refused before anything else is said.
-    workload = fit_to(pair, workload, options, kw["overlong"], ())
-    profile = store.get_profile(kw["profile_id"]) if kw["profile_id"] else None
+    workload = fit_to(pair, workload, options, s, talk, ())
+    profile = store.get_profile(s.profile) if s.profile else None
 
-    def changed(decoded: list[Decoded]) -> None:
+    def tell_changes(decoded: list[Decoded]) -> None:
         before = decoded[-2].plans[-1][1] if decoded[1:] else None
         for change in changes_of(decoded[-1:], before):
-            note(str(change))
+            talk.tell(str(change))
 
     about = recording_options(pair, options)
-    with _source(store, pair, kw, profile, options) as source:
+    with pair.torch_threads(), _source(store, pair, s, profile, options, talk) as source:
         policy = source.current().policy
         drafts = drafts_of(policy)
         if pair.context(drafts) != pair.context(()):
-            workload = fit_to(pair, workload, options, kw["overlong"], drafts)
+            workload = fit_to(pair, workload, options, s, talk, drafts)
         encoded = encode(pair, workload, options, drafts)
         recording = record_served(store, pair.id, spec, options, about, [policy])
-        decoded, writer = _gathered(
-            "run", execute(pair, source, encoded), len(encoded.items), kw, recording, changed
-        )
+        decoded, writer = _gather(
+            "run", execute(pair, source, encoded), len(encoded.items), s, talk, recording,
+            tell_changes,
+        )  # fmt: skip
     shares, changes = shares_of(decoded), changes_of(decoded)
-    used = {plan.policy.id: plan.policy for done in decoded for _, plan in done.plans}
-    return Ran(
+    policies = {plan.policy.id: plan.policy for done in decoded for _, plan in done.plans}
+    return Executed(
         pair,
         workload,
         decoded,
@@ -153,45 +144,36 @@ def _decoded(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Dec
         dtype=str(pair.target.dtype).removeprefix("torch."),
         changes=changes,
         heads=pair.hidden_states,
-        policies=used.values(),
+        policies=policies.values(),
     )
 
 
-def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: DecodeOptions) -> Ran:
+def _serve(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
     """By another engine."""
-    from spectune.optimizer.changes import Share
-    from spectune.optimizer.on_engine import (
-        about_recording,
-        execute,
-        latency_on,
-        outcome_on,
-        verifier_of,
-    )
-    from spectune.optimizer.record import record_served
-
-    asked = OnEngine(store, spec, kw, options)
-    with asked.started() as running:
+    served = Served(store, spec, s, talk)
+    options, policy = served.options, served.policy
+    with served.started() as running:
         runs_on = running.runs_on
         engine = {
             "engine": running.engine.name,
             "engine_version": running.version,
-            "concurrency": asked.load.clients,
+            "concurrency": served.load.clients,
         }
         texts = replace(options, verifier=verifier_of(options))
         about = about_recording(running, options)
-        recording = record_served(store, spec.id, spec, texts, about, [asked.policy])
-        executed = execute(running, asked.prompts, asked.policy, asked.load, options)
-        answered, writer = _gathered("serve", executed, len(asked.prompts), kw, recording)
-    order = {prompt.id: n for n, prompt in enumerate(asked.prompts)}
+        recording = record_served(store, spec.id, spec, texts, about, [policy])
+        executing = execute_on(running, served.prompts, policy, served.load, options)
+        answered, writer = _gather("serve", executing, len(served.prompts), s, talk, recording)
+    order = {prompt.id: n for n, prompt in enumerate(served.prompts)}
     answered.sort(key=lambda done: order[done.trajectory.request_id])
-    result = outcome_on(asked.policy.label(), answered)
-    return Ran(
-        asked.words,
-        asked.workload,
+    result = outcome_on(policy.label(), answered)
+    return Executed(
+        served.codec,
+        served.workload,
         answered,
         writer,
         result,
-        [Share(asked.policy, result.total)],
+        [Share(policy, result.total)],
         device=runs_on["device"],
         dtype=runs_on["dtype"],
         engine=engine,
@@ -199,26 +181,26 @@ def _served(store: TraceStore, spec: PairSpec, kw: dict[str, Any], options: Deco
     )
 
 
-def _gathered(
+def _gather(
     phase: str,
-    executed: Iterable[T],
+    executing: Iterable[T],
     count: int,
-    kw: dict[str, Any],
+    s: Run,
+    talk: Talk,
     recording: AbstractContextManager[TrafficWriter],
-    seen: Callable[[list[T]], None] = lambda done: None,
+    watch: Callable[[list[T]], None] = lambda done: None,
 ) -> tuple[list[T], TrafficWriter | None]:
-    """All that is executed, its texts kept in the ``recording`` with ``--record``."""
+    """All that is executed, its texts stored as a recording with ``record``."""
     done: list[T] = []
-    kept = recording if kw["keep_texts"] else nullcontext()
-    with kept as writer, Meter() as meter:
+    with recording if s.record else nullcontext() as writer:
         if writer is not None:
-            click.echo(f"recording {writer.recording}", err=True)
-        for one in executed:
+            talk.tell(f"recording {writer.recording}")
+        for one in executing:
             done.append(one)
-            seen(done)
+            watch(done)
             if writer is not None:
                 writer.put(one.trajectory, one.steps)
-            meter(phase, len(done), count)
+            talk.progress(phase, len(done), count)
     return done, writer
 
 
@@ -226,108 +208,109 @@ def _gathered(
 def _source(
     store: TraceStore,
     pair: LoadedPair,
-    kw: dict[str, Any],
+    s: Run,
     profile: LatencyProfile | None,
     options: DecodeOptions,
+    talk: Talk,
 ) -> Iterator[PolicySource]:
     """A policy source: the policy named for ever, or for ``active`` whatever is published in the
     deployment, now and later."""
-    name, deployment = kw["policy_name"], kw["deployment"]
-    from spectune.runtime.loop import StaticSource
-
-    if name != "active":
+    if s.policy != "active":
         costs = profile or store.profile_of(pair.id, **pair.place)
-        yield StaticSource(prepared(store, pair, name, options, costs))
+        plan = plan_of(store, pair, s.policy, options, costs, s.deployment, talk)
+        yield StaticSource(plan)
         return
-    from spectune.optimizer.serving import watch
-
-    if not store.active_version(pair.id, pair.device.type, deployment):
-        say_unpublished(pair.id, pair.device.type, deployment)
-    with watch(
-        store,
-        pair,
-        None,
-        profile,
-        deployment=deployment,
-        verifier=options.verifier,
-        sampling=options.sampling,
-    ) as source:
+    if not store.active_version(pair.id, pair.device.type, s.deployment):
+        policy_named(store, "active", pair.id, pair.device.type, s.deployment, talk)
+    how: dict[str, Any] = {"verifier": options.verifier, "sampling": options.sampling}
+    with watch(store, pair, None, profile, deployment=s.deployment, **how) as source:
         if source.last_error:
-            note(
+            talk.tell(
                 f"publication {source.seen} is refused: {source.last_error}; using "
                 f"{source.current().policy.label()}"
             )
         yield source
     if source.unfinished:
-        click.echo(source.unfinished, err=True)
+        talk.tell(source.unfinished)
 
 
-def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
-    """The rows of ``--per-round``."""
-    columns = ("start", "drafted", "verified", "accepted", "batch")
-    for step in steps:
-        yield {"request": request, **{name: getattr(step, name) for name in columns}}
-
-
-def _finish(store: TraceStore, spec: PairSpec, kw: dict[str, Any], ran: Ran) -> None:
-    """Writes ``--outputs`` and ``--per-round``, stores the run unless ``--no-store``, checks what
-    ``--record`` wrote, and prints."""
-    from spectune.optimizer.changes import changes_json
-    from spectune.optimizer.inputs import outcome_json
-    from spectune.optimizer.record import put_policies
-    from spectune.optimizer.report.tables import outcome_table
-    from spectune.traces.acceptance import executed_first, hardly_accepted
-    from spectune.traces.errors import OutputError
-
+def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk) -> Result:
+    """Writes ``outputs`` and ``per_round``, and stores the run unless that is not to be."""
     most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
     changed = changes_json(ran.shares, ran.changes)
     label = {"label": ran.outcome.policy}
     data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine, "heads": ran.heads}
     if ran.engine:
         data["latency"] = ran.latency
-    steps = {d.trajectory.request_id: d.steps for d in ran.served}
-    texts = []
-    for d in ran.served:
+    steps = {d.trajectory.request_id: d.steps for d in ran.requests}
+    rows = []
+    for d in ran.requests:
         ids = d.trajectory.output_ids.tolist()
-        text = ran.words.text(ids)
-        texts.append({"id": d.trajectory.request_id, "token_ids": ids, "text": text})
-
-    def results() -> dict[str, Any]:
-        rounds = [
-            {"seconds": d.seconds, "rounds": list(rounds_of(d.trajectory.request_id, d.steps))}
-            for d in ran.served
-        ]
-        both = [text | more for text, more in zip(texts, rounds, strict=True)]
-        return {"pair": spec.id, **data, "texts": both}
-
-    failed = None
+        row = {"id": d.trajectory.request_id, "token_ids": ids, "text": ran.codec.text(ids)}
+        rows.append(row)
+    failed: Exception | None = None  # what it found is printed first
     try:
-        if kw["outputs"]:
-            write_rounds(kw["outputs"], texts)
-        if kw["per_round"]:
-            rows = (row for request, own in steps.items() for row in rounds_of(request, own))
-            write_rounds(kw["per_round"], rows)
-    except OutputError as error:  # what can be stored is stored first
-        failed = error
-    stores = ran.writer is not None or not kw["no_store"]
-    with kept_unless_stored(results, stores=stores):
-        if ran.writer is not None:
-            ran.writer.check()
-        if not kw["no_store"]:
-            store.put_pair(spec.id, spec.name, spec.to_json())
-            put_policies(store, (most, *ran.policies))
-            store.put_run(
-                spec.id,
-                most.id,
-                ran.outcome,
-                device=ran.device,
-                dtype=ran.dtype,
-                workload_id=store.put_workload(ran.workload),
-                purpose="run",
-                options={"deployment": kw["deployment"], **changed, **ran.engine},
+        if s.outputs:
+            write_rows(s.outputs, rows)
+        if s.per_round:
+            write_rows(
+                s.per_round, (r for request, own in steps.items() for r in rounds_of(request, own))
             )
-        if failed is not None:
-            raise failed
+    except OutputError as error:
+        failed = error
+    try:
+        _store(store, spec, s, ran, most, {**changed, **ran.engine})
+    except DatabaseError as error:
+        failed = error
     for line in hardly_accepted(executed_first(chain(*steps.values())), ran.heads):
-        note(line)
-    emit(data, lambda: outcome_table(ran.outcome, ran.shares, ran.changes))
+        talk.tell(line)
+    texts = {row["id"]: row["text"] for row in rows}
+    result = outcome_result(ran.outcome, data, texts=texts, shares=ran.shares, changes=ran.changes)
+    return replace(result, failed=failed)
+
+
+def _store(
+    store: TraceStore,
+    spec: PairSpec,
+    s: Run,
+    ran: Executed,
+    most: Policy,
+    options: Mapping[str, Any],
+) -> None:
+    """Stores the run, unless that is not to be. Raises DatabaseError, also for a recording that
+    lacks what could not be stored meanwhile."""
+    if ran.writer is not None:
+        ran.writer.check()
+    if s.store:
+        deployment = deployment_for(s, s.engine)
+        store.put_pair(spec.id, spec.name, spec.to_json())
+        put_policies(store, (most, *ran.policies))
+        store.put_run(
+            spec.id,
+            most.id,
+            ran.outcome,
+            device=ran.device,
+            dtype=ran.dtype,
+            workload_id=store.put_workload(ran.workload),
+            purpose="run",
+            options={"deployment": deployment, **options},
+        )
+
+
+def generate(s: Generate, talk: Talk) -> Result:
+    if not s.prompt.strip():
+        raise WorkloadError("the prompt is empty")
+    with open_store(s, create=True) as store:
+        spec = pair_of(s, store)
+        if s.policy != "active":
+            policy_named(store, s.policy, "", "", "", talk)
+        options = decode_options(s.sampling)
+        pair = load(s, spec, talk, notes=False)
+        # What does not fit is refused before anything else is said.
+        encode(pair, Workload("prompt", (Request("prompt", "prompt", s.prompt),)), options, ())
+        profile = store.profile_of(pair.id, **pair.place)
+        plan = plan_of(store, pair, s.policy, options, profile, s.deployment, talk)
+    console = talk.console or Console(quiet=True)
+    with pair.torch_threads():
+        data = stream(pair, plan, s.prompt, options, console, compare=s.compare)
+    return Result("" if talk.console else data["text"], data)

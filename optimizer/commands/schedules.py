@@ -1,131 +1,94 @@
-"""`schedule`: tuning again and again, and the workers that do it."""
+"""`schedule`: tuning again and again; what the schedules are, and how they ended last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
-import click
-
-from spectune.optimizer.commands import options as opts
-from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import deployment_on
-from spectune.optimizer.commands.options import drawn, search_asked, turns_of
-from spectune.optimizer.commands.printing import Group, Meter, emit, note, table
-from spectune.optimizer.commands.shared import (
-    nothing_decoded,
+from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.session import (
+    DECODED,
+    Talk,
+    deployment_for,
+    objective_of,
     open_store,
-    pair_spec,
-    quiet_transformers,
+    pair_of,
 )
-from spectune.optimizer.commands.tune import page_of
-from spectune.optimizer.commands.under_load import load_options, objective_of, objective_option
+from spectune.optimizer.inputs import tree_size
+from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
+from spectune.optimizer.schedule.settings import TuneSettings
+from spectune.runtime.pair import check_threads
+from spectune.settings import ScheduleAdd, ScheduleList, ScheduleRemove
 
-if TYPE_CHECKING:
-    from spectune.optimizer.schedule import Job
-
-SETTINGS: Final = (
-    *("device", "dtype", "threads", "deployment", "max_new_tokens"),
-    *("temperature", "top_k", "top_p", "seed", "verifier", "budget"),
-)
-"""Options that a schedule stores as they are."""
-SHOWN: Final = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
-ATTEMPTS: Final = ("slot", "attempt", "worker", "ended_at", "outcome", "result", "report")
+SHOWN = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
+ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
 
 
-@click.group(cls=Group)
-def schedule() -> None:
-    """Scheduled re-optimization: add, list, run, remove."""
+def add(s: ScheduleAdd, talk: Talk) -> Result:
+    if s.recorded:
+        talk.no_effect(s, "with --recorded, whose texts are there", *DECODED)
+    settings = _settings(s)
+    read = TuneSettings.read(settings)
+    if not (s.recorded or s.engine):
+        for line in read.load_workload().notes:
+            talk.tell(line)
+    with open_store(s, create=True) as store:
+        row = add_schedule(store.database, s.name, s.cron, settings, tz=s.tz, at_once=s.now)
+    first = f"{row.next_at:%Y-%m-%d %H:%M:%S} UTC"
+    return Result(f"schedule {s.name}: {row.cron} ({row.tz}), first at {first}", row.to_json())
 
 
-@schedule.command("add")
-@click.argument("name")
-@option("--cron", 'Five fields, e.g. "0 3 * * *", or @hourly, @daily, @weekly.', required=True)
-@option("--tz", "Time zone of the cron fields.", default="UTC")
-@flag("--now", "Due at once, and then as --cron says.")
-@option("--budget", "Time for race and confirmation of a run.", default="80s")
-@option(
-    "--recorded",
-    'Tune on what was recorded in the last, e.g., "24h" instead of decoding a workload.',
-)
-@load_options
-@objective_option
-@opts.search
-@opts.pair
-@opts.workload
-@opts.sampling
-@opts.devices
-@opts.deployment
-def schedule_add(name: str, **kw: Any) -> None:
-    """Add a schedule; workers (`schedule run`) tune when it is due.
-
-    \b
-    Example:  cli.py schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --pair pair.json
-              cli.py schedule add drift --cron "0 */6 * * *" --recorded 24h --budget 2m
-              cli.py schedule add chains --cron @daily --now --tree-width 0
-              cli.py schedule add load --cron @daily --engine vllm --arrivals recorded
-    """
-    if kw["recorded"]:
-        nothing_decoded("--recorded")
-    from spectune.optimizer.schedule import add_schedule
-    from spectune.optimizer.schedule.settings import TuneSettings
-
+def _settings(s: ScheduleAdd) -> dict[str, Any]:
+    """What its runs are told. Raises PairError and TraceError."""
+    check_threads(s.threads)
+    if s.trees.width:
+        tree_size(s.trees.width, s.trees.depth)
     settings: dict[str, Any] = {
-        "pair": pair_spec(kw).to_json(),
-        **{key: kw[key] for key in SETTINGS},
-        "stop_strings": list(kw["stop_strings"]),
-        "chat": not kw["no_chat"],
-        **search_asked(kw),
+        "pair": pair_of(s).to_json(),
+        **{key: getattr(s, key) for key in ("device", "dtype", "threads", "deployment")},
+        **s.sampling.model_dump(exclude={"stop"}),
+        "stop_strings": list(s.sampling.stop),
+        "trials": s.search.trials,
+        "gamma_max": s.search.gamma_max,
+        "tree_width": s.trees.width,
+        "tree_depth": s.trees.depth if s.trees.width else 0,
+        "finalists": s.race.finalists,
+        "budget": f"{s.race.budget:g}s",
     }
-    if kw["engine"]:
-        objective_of(kw)
-        keys = ("engine", "arrivals", "objective", "ttft", "tpot", "limit")
-        settings |= {key: kw[key] for key in keys} | {"arrivals": kw["arrivals"] or "recorded"}
-        settings["deployment"] = deployment_on(kw["engine"])
-    elif kw["recorded"]:
-        settings["recorded"] = kw["recorded"]
-    else:
-        drawn(kw)
-        files = [path if path == "demo" else str(Path(path).resolve()) for path in kw["workloads"]]
-        settings |= {
-            "workload": files or ["demo"],  # found by a worker in another folder, too
-            "categories": list(kw["categories"]),
-            **{key: kw[key] for key in ("limit", "limit_seed", "column", "overlong", "bad_rows")},
-            "turns": turns_of(kw),
-            "fresh": True,
+    r = s.requests
+    if s.engine:
+        load = objective_of(s.load)
+        how: dict[str, Any] = {
+            "objective": load.kind,
+            "ttft": load.ttft_s,
+            "tpot": load.tpot_s,
+            "limit": r.limit,
         }
-    TuneSettings.read(settings)
-    with open_store() as store:
-        added = add_schedule(
-            store.database, name, kw["cron"], settings, tz=kw["tz"], at_once=kw["now"]
-        )
-    first = f"{added.next_at:%Y-%m-%d %H:%M:%S} UTC"
-    emit(added.to_json(), f"schedule {name}: {added.cron} ({added.tz}), first at {first}")
+        where = {"engine": s.engine, "deployment": deployment_for(s, s.engine)}
+        return {**settings, **how, **where, "arrivals": s.load.arrivals or "recorded"}
+    if s.recorded:
+        return {**settings, "recorded": f"{s.recorded:g}s"}
+    # A worker may stand in another folder.
+    files = [name if name == "demo" else str(Path(name).resolve()) for name in s.workload]
+    how = {"limit": r.limit, "limit_seed": r.seed, "categories": list(r.category)}
+    how |= {key: getattr(r, key) for key in ("column", "turns", "overlong", "bad_rows")}
+    return {**settings, **how, "workload": files or ["demo"], "fresh": True}
 
 
-@schedule.command("list")
-@click.argument("name", required=False)
-def schedule_list(name: str | None) -> None:
-    """All schedules, with their last results; or one, with the attempts that ended.
-
-    \b
-    Example:  cli.py schedule list
-              cli.py schedule list nightly
-    """
-    from spectune.optimizer.schedule import history, list_schedules
-
-    with open_store(create=False) as store:
-        schedules = [row.to_json() for row in list_schedules(store.database, name)]
-        if name is not None:
-            schedules[0]["attempts"] = [a.to_json() for a in history(store.database, name)]
-    if name is None:
+def list_all(s: ScheduleList, talk: Talk) -> Result:
+    with open_store(s) as store:
+        schedules = [row.to_json() for row in list_schedules(store.database, s.name)]
+        if s.name is not None:
+            schedules[0]["attempts"] = [a.to_json() for a in history(store.database, s.name)]
+    if s.name is None:
         rows = [{**row, "worker": row["lease_owner"], **_ended(row["last"])} for row in schedules]
-        text = table(rows, SHOWN, "schedules")
+        table = Table(rows, SHOWN, "schedules")
     else:
-        attempts = [{**row, **_ended(row)} for row in schedules[0]["attempts"]]
-        text = table(attempts, ATTEMPTS, f"attempts of {name} that ended")
-    emit({"schedules": schedules}, text)
+        rows = [{**row, **_ended(row)} for row in schedules[0]["attempts"]]
+        table = Table(rows, ATTEMPTS, f"attempts of {s.name} that ended")
+    text = "" if rows else "no schedules" if s.name is None else "no attempt has ended"
+    return Result(text, {"schedules": schedules}, rows, [table] if rows else [])
 
 
 def _ended(attempt: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -139,47 +102,7 @@ def _ended(attempt: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"last": attempt["outcome"], "result": text, "report": result.get("report")}
 
 
-@schedule.command("remove")
-@click.argument("name")
-def schedule_remove(name: str) -> None:
-    """Remove a schedule and its history; a worker that is busy with it publishes nothing.
-
-    \b
-    Example:  cli.py schedule remove nightly
-    """
-    from spectune.optimizer.schedule import remove_schedule
-
-    with open_store(create=False) as store:
-        removed = remove_schedule(store.database, name)
-    emit(removed.to_json(), f"schedule {name} is removed")
-
-
-@schedule.command("run")
-@option("--poll", "How often to look for what is due.", default="30s")
-@flag("--once", "Run what is due, then end: for cron and systemd timers.")
-def schedule_run(poll: str, once: bool) -> None:
-    """Work: run what is due, until SIGINT or SIGTERM. Any number of workers may share a database.
-
-    \b
-    Example:  cli.py schedule run --poll 10s
-              cli.py schedule run --once
-    """
-    from spectune.optimizer.schedule import parse_duration, run_worker
-
-    poll_s = float(parse_duration(poll))
-    with open_store() as store:
-        from spectune.optimizer.schedule.tuning import tuning_job
-
-        quiet_transformers()
-        with Meter() as meter:
-            run = tuning_job(
-                store, progress=meter, page=lambda study: page_of(store, study)[0], tell=note
-            )
-            outcomes = run_worker(store.database, run, once=once, poll_s=poll_s, watch=_note_end)
-    emit(outcomes, ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items()))
-
-
-def _note_end(job: Job, outcome: str, result: Mapping[str, Any] | None, error: str | None) -> None:
-    report = (result or {}).get("report")
-    about = f": {error}" if error else f", its page is {report}" if report else ""
-    note(f"{job.name}: slot of {job.slot:%Y-%m-%d %H:%M:%S} UTC: {outcome}{about}")
+def remove(s: ScheduleRemove, talk: Talk) -> Result:
+    with open_store(s) as store:
+        row = remove_schedule(store.database, s.name)
+    return Result(f"schedule {s.name} is removed", row.to_json())

@@ -3,144 +3,93 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
 
-import click
-
-from spectune.optimizer.commands import options as opts
-from spectune.optimizer.commands.config import flag, option
-from spectune.optimizer.commands.on_engine import NATIVE, deployment_on
-from spectune.optimizer.commands.options import MOMENT, Whole
-from spectune.optimizer.commands.outputs import check_writable, kept_unless_stored, write_rounds
-from spectune.optimizer.commands.printing import Command, emit, note
-from spectune.optimizer.commands.run import rounds_of
-from spectune.optimizer.commands.shared import (
-    on_pair_of,
+from spectune.db.errors import DatabaseError
+from spectune.optimizer.artifacts import keep_q_table
+from spectune.optimizer.commands.outcomes import outcome_result
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.session import (
+    Talk,
+    check_writable,
+    deployment_for,
     open_store,
     policy_named,
-    say_unseen,
-)
-from spectune.optimizer.commands.under_load import (
-    check_no_load,
-    check_typed,
-    load_options,
     recording_on,
-    simulate_under_load,
+    rounds_of,
+    unseen,
+    write_rows,
 )
-
-if TYPE_CHECKING:
-    from spectune.optimizer.simulate.trace import Simulated
-    from spectune.runtime.policies.document import Policy
-    from spectune.traces.store import TraceStore
-    from spectune.traces.tables import LatencyProfile, Recording
-
-UNDER_LOAD: Final = (
-    *("policy_name", "recording", "engine", "arrivals", "ttft", "tpot"),
-    *("device", "deployment", "limit"),
-)
-"""Options that --arrivals reads."""
+from spectune.optimizer.inputs import outcome_json
+from spectune.optimizer.simulate.trace import simulate as replay
+from spectune.runtime.policies.document import PromptPolicy
+from spectune.settings import Simulate
+from spectune.traces.errors import PolicyError
+from spectune.traces.tables import LatencyProfile, Recording
 
 
-@click.command(cls=Command)
-@option("--policy policy_name", "FILE, inline JSON, ID, active, or autoregressive.", required=True)
-@option("--recording", "Id of a recording, or the beginning of one.", default="latest")
-@option(
-    "--since",
-    "All that the recording's pair and engine decoded since so long ago (24h), or a moment (UTC).",
-    MOMENT,
-)
-@load_options
-@option(
-    "--profile profile_id", "Profile id; default: the latest of the recording's pair and device."
-)
-@option("--device", "Device whose profile is taken; default: the recording's.")
-@opts.deployment
-@option("--limit", "Only the first N requests.", Whole(1))
-@opts.per_round
-@flag("--skip-corrupted", "Leave damaged requests out instead of stopping at the first.")
-@flag(
-    "--keep-q-table",
-    "Store what a q_learning window has learned as an artifact, and print its id.",
-)
-def simulate(**kw: Any) -> None:
-    """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
+def simulate(s: Simulate, talk: Talk) -> Result:
+    check_writable(s, per_round=s.per_round)
+    failed = None
+    with open_store(s) as store:
+        info = recording_on(store, s.recording, s.engine)
+        device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
+        deployment = deployment_for(s, info.engine)
+        policy = policy_named(store, s.policy, info.pair_id, device, deployment, talk)
+        if s.load.arrivals is not None:
+            keys = ("since", "profile", "per_round", "skip_corrupted", "keep_q_table")
+            talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
+            # It reads what a search does, torch with it.
+            from spectune.optimizer.commands.load import simulate_under_load
 
-    \b
-    Example:  cli.py simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'
-              cli.py simulate --policy active --since 24h
-              cli.py simulate --policy active --engine vllm --arrivals poisson:2,8 --tpot 40ms
-    """
-    if kw["arrivals"] is not None:
-        check_typed(UNDER_LOAD)
-    else:
-        check_no_load("ttft", "tpot")
-    check_writable(("--per-round", kw["per_round"]))
-    with open_store(create=False) as store:
-        info = recording_on(store, kw["recording"], kw["engine"])
-        device = kw["device"] or str(info.options.get("device", "cpu"))
-        on_pair_of(store, info.pair_id)
-        deployment = deployment_on(info.engine)
-        policy = policy_named(store, kw["policy_name"], info.pair_id, device, deployment)
-        if kw["arrivals"] is not None:
-            simulate_under_load(store, info, policy, kw)
-            return
+            return simulate_under_load(store, info, policy, s, talk)
+        talk.no_effect(s, "without --arrivals", "load.")
         dtype = info.options.get("dtype")
-        found = store.profile_of(info.pair_id, kw["profile_id"], device=device, dtype=dtype)
-        from spectune.optimizer.artifacts import keep_q_table, q_table
-        from spectune.optimizer.inputs import outcome_json
-        from spectune.optimizer.report.tables import outcome_table
-        from spectune.runtime.policies.document import PromptPolicy
-        from spectune.traces.errors import PolicyError
-
-        if kw["keep_q_table"] and isinstance(policy, PromptPolicy):
+        profile = store.profile_of(info.pair_id, s.profile, device=device, dtype=dtype)
+        if s.keep_q_table and isinstance(policy, PromptPolicy):
             raise PolicyError(
-                "--keep-q-table: the policies that are chosen from keep tables of their own; "
+                "keep_q_table: the policies that are chosen from keep tables of their own; "
                 "simulate one of them"
             )
-        replayed, skipped, approximate = _replayed(store, info, policy, found, kw)
+        replayed, skipped, approximate = replay(
+            store, info.id, policy, profile, since=s.since, tell=talk.tell, limit=s.limit,
+            per_round=s.per_round is not None, skip_corrupted=s.skip_corrupted,
+        )  # fmt: skip
         for chunk in skipped:
-            note(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
-        if kw["limit"] is None and kw["since"] is None:
-            say_unseen(info, len(replayed.names) + len(skipped))
-        if info.engine != NATIVE:
-            seconds = "not known" if found is None else "the native decoder's"
-            note(
-                f"seconds are {seconds}: those of {info.engine} depend on its load, which "
-                "--arrivals says (clients:8, say)"
-            )
-        elif found is None:
-            note(
-                "no latency profile of this pair and device in the recording's dtype: seconds are "
-                "left at 0 (run `profile`)"
-            )
-        if kw["per_round"]:
+            talk.tell(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
+        if s.limit is None and s.since is None:
+            unseen(info, len(replayed.names) + len(skipped), talk)
+        _tell_seconds(info, profile, talk)
+        if s.per_round:
             pairs = zip(replayed.names, replayed.steps(), strict=True)
-            rows = (row for (request, _), steps in pairs for row in rounds_of(request, steps))
-            write_rounds(kw["per_round"], rows)
+            write_rows(s.per_round, (r for (q, _), steps in pairs for r in rounds_of(q, steps)))
         outcome = replayed.outcome()
         data = outcome_json(outcome, policy)
         if replayed.chosen:
             data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
-        if kw["keep_q_table"]:
+        if s.keep_q_table:
             about = {"recording": info.id, "policy": policy.spelled_out()}
-            with kept_unless_stored(lambda: {**data, "q_table": q_table(replayed.state).tolist()}):
+            try:
                 data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
-            note(f"artifact {data['artifact']}")
+                talk.tell(f"artifact {data['artifact']}")
+            except DatabaseError as error:  # what it found is printed first
+                failed = error
     if approximate:
-        note(f"approximate: {approximate}")
+        talk.tell(f"approximate: {approximate}")
         data["approximate"] = True
-    emit(data, lambda: outcome_table(outcome))
+    return replace(outcome_result(outcome, data), failed=failed)
 
 
-def _replayed(
-    store: TraceStore,
-    info: Recording,
-    policy: Policy,
-    profile: LatencyProfile | None,
-    kw: dict[str, Any],
-) -> Simulated:
-    from spectune.optimizer.simulate.trace import simulate
-
-    how = {key: kw[key] for key in ("since", "limit", "skip_corrupted")}
-    how["per_round"] = kw["per_round"] is not None
-    return simulate(store, info.id, policy, profile, tell=note, **how)
+def _tell_seconds(info: Recording, profile: LatencyProfile | None, talk: Talk) -> None:
+    """Says whose seconds these are, where they are not simply the profile's."""
+    if info.engine != "native":
+        seconds = "not known" if profile is None else "the native decoder's"
+        talk.tell(
+            f"seconds are {seconds}: {info.engine}'s speed depends on its load: add --arrivals "
+            "clients:8, say"
+        )
+    elif profile is None:
+        talk.tell(
+            "no latency profile of this pair and device in the recording's dtype: seconds are left "
+            "at 0 (run `profile`)"
+        )

@@ -78,6 +78,6 @@ def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[
     if not found:
         raise NotFoundError(
             f"{name}: no recording, policy or run of that name decoded anything that is asked for; "
-            "`traces list`, `db list policies` and `db list runs` show those there are"
+            "`traces list`, `db show policies` and `db show runs` show those there are"
         )
     return found

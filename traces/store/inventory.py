@@ -75,7 +75,7 @@ def show(store: TraceStore, text: str) -> tuple[str, dict[str, Any]]:
         names = ", ".join(row["id"] for _, row in found[:5])
         raise NotFoundError(f"{shortened(text)} is ambiguous: {names}...")
     raise NotFoundError(
-        f"nothing has the id {shortened(text)}; `db list` shows what there is ({', '.join(KINDS)})"
+        f"nothing has the id {shortened(text)}; `db show` shows what there is ({', '.join(KINDS)})"
     )
 
 
@@ -100,7 +100,7 @@ def prune(
     """
     if bool(named) == (before is not None or keep_last is not None):
         raise TraceError(
-            "say what to prune: either --recording ID, or --older-than AGE, --keep-last N or both"
+            "say what to prune: either --id ID, or --older-than AGE, --keep-last N or both"
         )
     report: dict[str, dict[str, list[str]]] = {}
     with store.database.read() if dry_run else store.database.write() as session:

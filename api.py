@@ -1,0 +1,116 @@
+"""The API: every command as a function that takes its settings as keywords and returns a
+:class:`Result`; the command line is a door to the same functions.
+
+Importing this module imports neither torch nor a database: a function's module is imported when it
+is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any
+
+from spectune import settings as of
+from spectune.settings import Settings, from_keywords, leaves, read_config, settings_of
+from spectune.traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spectune.optimizer.commands.results import Result as Result
+    from spectune.traces.store import TraceStore
+
+COMMANDS: dict[str, tuple[type[Settings], str]] = {
+    "init": (of.Init, "init.init"),
+    "record": (of.Record, "record.record"),
+    "profile": (of.Profile, "profile.profile"),
+    "simulate": (of.Simulate, "simulate.simulate"),
+    "run": (of.Run, "run.run"),
+    "tune": (of.Tune, "tune.tune"),
+    "fit": (of.Fit, "fit.fit"),
+    "report": (of.Report, "report.report"),
+    "generate": (of.Generate, "run.generate"),
+    "policies list": (of.PoliciesList, "policies.list_publications"),
+    "policies show": (of.PoliciesShow, "policies.show"),
+    "policies activate": (of.PoliciesActivate, "policies.activate"),
+    "policies rollback": (of.PoliciesRollback, "policies.rollback"),
+    "policies export": (of.PoliciesExport, "policies.export"),
+    "traces list": (of.TracesList, "traces.list_recordings"),
+    "traces show": (of.TracesShow, "traces.show"),
+    "traces stats": (of.TracesStats, "traces.stats"),
+    "traces compare": (of.TracesCompare, "compare.compare"),
+    "traces export": (of.TracesExport, "traces.export"),
+    "traces import": (of.TracesImport, "traces.import_"),
+    "db show": (of.DbShow, "database.show"),
+    "db prune": (of.DbPrune, "database.prune"),
+    "db check": (of.DbCheck, "database.check"),
+    "schedule add": (of.ScheduleAdd, "schedules.add"),
+    "schedule list": (of.ScheduleList, "schedules.list_all"),
+    "schedule remove": (of.ScheduleRemove, "schedules.remove"),
+    "schedule run": (of.ScheduleRun, "work.run"),
+    "engines": (of.Engines, "engines.engines"),
+}
+"""Every command: its settings, and the function that does it."""
+
+
+def perform(command: str, settings: Settings, talk: Any) -> Result:
+    """Does what a command's settings say. Raises SpectuneError and DatabaseError."""
+    module, name = COMMANDS[command][1].split(".")
+    function = getattr(import_module(f"spectune.optimizer.commands.{module}"), name)
+    result: Result = function(settings, talk)
+    return result
+
+
+def _function(command: str) -> Callable[..., Result]:
+    """A command as a function."""
+    model = COMMANDS[command][0]
+
+    def call(*positional: Any, progress: Any = None, **keywords: Any) -> Result:
+        if len(positional) > len(model.positional):
+            raise ConfigError(
+                f"{call.__name__}: at most {len(model.positional)} arguments without a name"
+            )
+        keywords |= zip(model.positional, positional, strict=False)
+        values = from_keywords(model, keywords)
+        settings = settings_of(model, values, read_config(None), python=True)
+        session = import_module("spectune.optimizer.commands.session")
+        talk = session.Talk() if progress is None else session.Talk(progress=progress)
+        result = perform(command, settings, talk)
+        if result.failed is not None:
+            raise result.failed
+        return result
+
+    call.__name__ = call.__qualname__ = command.replace(" ", "_")
+    lines = [f"    {leaf.keyword}: {leaf.field.description}" for leaf in leaves(model).values()]
+    call.__doc__ = "\n".join([model.__doc__ or "", "", *lines])
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in model.positional]
+    names = dict.fromkeys(leaf.keyword for leaf in leaves(model).values())
+    rest = [Parameter(n, Parameter.KEYWORD_ONLY) for n in names if n not in model.positional]
+    call.__signature__ = Signature([*first, *rest])  # type: ignore[attr-defined]
+    return call
+
+
+@contextmanager
+def open(db: Any = None, *, create: bool = False) -> Iterator[TraceStore]:
+    """The store of a database, closed at the end of the block: recordings, studies, publications.
+    Without ``create`` it must exist, with it a new one is made by what is stored first. ``db`` is a
+    file or a URL, by default as for every call. Raises DatabaseError."""
+    values = {} if db is None else {"db": db}
+    settings = settings_of(Settings, values, read_config(None), python=True)
+    session = import_module("spectune.optimizer.commands.session")
+    with session.open_store(settings, create=create) as store:
+        yield store
+
+
+FUNCTIONS = {command.replace(" ", "_"): _function(command) for command in COMMANDS}
+__all__ = ["Result", "open", *FUNCTIONS]
+
+
+def __getattr__(name: str) -> Any:
+    """``Result``, and the functions."""
+    if name == "Result":
+        return import_module("spectune.optimizer.commands.results").Result
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    raise AttributeError(f"module 'spectune' has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""What commands that decode have in common: the workload, how it is decoded, the loaded pair, the
+plan of a policy; and requests that another engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from transformers.utils import logging
+
+from spectune.engines.abilities import engine_named
+from spectune.engines.protocol import Load, Prompt, Running, Wanted
+from spectune.engines.start import start
+from spectune.optimizer.artifacts import fitted
+from spectune.optimizer.commands.session import Talk, deployment_for, policy_named
+from spectune.optimizer.deployment import other_sampling
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import load_workload, narrowed
+from spectune.optimizer.on_engine import check_options, prompts_of
+from spectune.optimizer.overlong import made_to_fit
+from spectune.runtime.checkpoints import ignored_settings
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.hardware import sees_cuda
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import PairSpec, check_threads
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
+from spectune.settings import Decoded, Decoding, OnDevice, Sampling
+from spectune.traces.errors import EngineError, WorkloadError
+from spectune.traces.schema import Sampling as Law
+from spectune.traces.schema import Workload
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile
+from spectune.traces.workloads import Line, make_workload
+
+NATIVE = "native"
+
+
+def decode_options(sampling: Sampling) -> DecodeOptions:
+    """How requests are decoded."""
+    law = Law(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    how = (sampling.max_new_tokens, sampling.verifier, sampling.stop, sampling.chat)
+    return DecodeOptions(law, *how)
+
+
+def read_workload(s: Decoding, spec: PairSpec, talk: Talk) -> Workload:
+    """The workload meant, for a pair that is not loaded yet. Raises WorkloadError, also for a
+    conversation without a chat template."""
+    r = s.requests
+    if s.prompts is None:
+        how: dict[str, Any] = {"turns": r.turns, "column": r.column, "bad_rows": r.bad_rows}
+        workload = load_workload(s.workload, **how)
+    else:
+        workload = _prompts(s)
+    workload = narrowed(workload, limit=r.limit, categories=r.category, limit_seed=r.seed)
+    check_conversations(spec.target, workload.requests, chat=s.sampling.chat)
+    for line in workload.notes:
+        talk.tell(line)
+    return workload
+
+
+def _prompts(s: Decoding) -> Workload:
+    """The workload of Python's prompts: texts, or objects as the lines of a workload are."""
+    if s.typed("workload", "requests.column"):
+        raise WorkloadError("workload, column: for prompts of a file, not for a list of them")
+    if isinstance(s.prompts, Workload):
+        return s.prompts
+    documents = [{"prompt": p} if isinstance(p, str) else p for p in s.prompts]
+    lines = (Line(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(documents))
+    return make_workload("prompts", lines, turns=s.requests.turns, bad_rows=s.requests.bad_rows)
+
+
+def quiet_transformers(talk: Talk) -> None:
+    """stderr is for a command's own lines: neither bars nor warnings while models are loaded. A
+    process that calls from Python keeps its switches."""
+    if talk.console is not None:
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+
+def load(s: Any, spec: PairSpec, talk: Talk, *, notes: bool = True) -> LoadedPair:
+    """The pair, loaded as the settings say; with ``notes`` what is to be known of its drafts is
+    said. Raises PairError."""
+    if isinstance(s.pair, LoadedPair):
+        return s.pair
+    assert isinstance(s, OnDevice)
+    quiet_transformers(talk)
+    check_threads(s.threads)
+    pair = load_pair(spec, device=s.device, dtype=s.dtype, threads=s.threads)
+    for line in pair.notes if notes else ():
+        talk.tell(line)
+    return pair
+
+
+def fit_to(
+    codec: TextCodec,
+    workload: Workload,
+    options: DecodeOptions,
+    s: Decoding,
+    talk: Talk,
+    drafts: Collection[str] | None = None,
+) -> Workload:
+    """The workload with its prompts in the context of the target and the ``drafts`` that are used
+    (None: all); what was done is said."""
+    workload, done = made_to_fit(codec, workload, options, s.requests.overlong, drafts)
+    if done:
+        talk.tell(done)
+    return workload
+
+
+def plan_of(
+    store: TraceStore,
+    pair: LoadedPair,
+    name: str,
+    options: DecodeOptions,
+    profile: LatencyProfile | None,
+    deployment: str,
+    talk: Talk,
+) -> Plan:
+    """A policy by name, ready to decode with a loaded pair. Says where it was tuned for another
+    sampling. Raises PolicyError."""
+    where = pair.id, pair.device.type, deployment
+    policy = policy_named(store, name, *where, talk)
+    active = store.active_publication(*where) if name == "active" else None
+    if active and (warning := other_sampling(active, options.sampling, options.verifier)):
+        talk.tell(f"warning: {warning}")
+    return prepare_for(pair, policy, profile=profile, artifacts=fitted(store, pair.id))
+
+
+# -------------------------------------------------------------------------------- on another engine
+
+
+def check_engine(s: Any, concurrency: int) -> None:
+    """Raises EngineError for an engine that cannot do what is asked, before anything is read."""
+    engine = engine_named(s.engine)
+    if concurrency > 1 and not engine.batches:
+        raise EngineError(
+            f"--concurrency {concurrency}: the native decoder serves one request at a time; "
+            "--engine openvino or vllm serves many"
+        )
+
+
+class Served:
+    """A workload that an engine is to serve under a policy, checked before the engine is
+    started."""
+
+    def __init__(
+        self,
+        store: TraceStore,
+        spec: PairSpec,
+        s: Decoded,
+        talk: Talk,
+        *,
+        every_draft: bool = False,
+    ) -> None:
+        """``every_draft``: texts are to fit all drafts of the pair, not the policy's alone."""
+        quiet_transformers(talk)
+        engine = engine_named(s.engine)
+        where = "runs on the CPU in float32 here" if engine.device else "chooses them itself"
+        talk.no_effect(s, f"({engine.title} {where})", "device", "dtype")
+        self.spec, self.talk, self.name, self.threads = spec, talk, s.engine, s.threads
+        self.options = decode_options(s.sampling)
+        device = engine.device or ("cuda" if sees_cuda() else "cpu")
+        check_options(engine, self.options)
+        workload = read_workload(s, spec, talk)
+        deployment = deployment_for(s, s.engine)
+        self.policy = policy_named(store, s.policy, spec.id, device, deployment, talk)
+        engine.runs(self.policy)
+        self.codec = load_codec(spec)
+        for line in ignored_settings(spec.target):
+            talk.tell(line)
+        drafts = None if every_draft else [self.policy.draft]
+        self.workload = fit_to(self.codec, workload, self.options, s, talk, drafts)
+        self.prompts: tuple[Prompt, ...] = prompts_of(self.codec, self.workload, self.options)
+        self.load = Load(s.concurrency)
+        if stops := sum(bool(r.stop) for r in self.workload.requests):
+            talk.tell(
+                f"ignored: stop in {stops} requests ({engine.title} is not told of stop strings by "
+                "this command)"
+            )
+
+    @contextmanager
+    def started(self) -> Iterator[Running]:
+        """The engine, with the policy's draft loaded."""
+        longest = max(len(prompt.ids) for prompt in self.prompts) + self.options.max_new_tokens
+        draft = self.policy.draft if self.policy.speculates else "none"
+        how = Wanted(draft, max(1, self.policy.gamma_max), self.load.clients, longest, self.threads)
+        with closing(start(self.name, self.spec, how)) as running:
+            engine = running.engine
+            if engine.device and not engine.tested(running.version):  # others say so where they run
+                self.talk.tell(
+                    f"{engine.title} {running.version} was not tested; tested: "
+                    f"{', '.join(engine.versions)}"
+                )
+            yield running

@@ -1,0 +1,128 @@
+"""`fit`: what trees, shortlists and a draft for each prompt need, fitted to a recording and stored
+as an artifact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from spectune.optimizer.commands.decoding import load
+from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.session import Talk, open_store, pair_of, policy_named
+from spectune.optimizer.fit.by_prompt import fit_recorded
+from spectune.optimizer.fit.c2t import fit_c2t
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.optimizer.fit.heterospec import fit_heterospec
+from spectune.optimizer.fit.recorded_trees import tree_source
+from spectune.optimizer.fit.sequoia import fit_sequoia
+from spectune.optimizer.fit.shared import StoredFit
+from spectune.optimizer.traffic import gather
+from spectune.settings import Fit
+from spectune.traces.errors import ConfigError, PolicyError
+from spectune.traces.store import TraceStore
+
+TREES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "bins": (fit_heterospec, ("depth", "top_n", "width", "starts", "seed")),
+    "classifier": (fit_c2t, ("depth", "width", "hidden", "epochs", "starts", "seed")),
+    "static-tree": (fit_sequoia, ("nodes", "depth")),
+}
+"""Fits of recorded trees, and what of `fit` they take."""
+HEADS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "frequencies": (fit_fr_spec, ()),
+    "router": (fit_router, ("clusters", "hidden", "labels", "epochs", "seed")),
+}
+"""Fits that read the pair's models, and what of `fit` they take."""
+
+
+def fit(s: Fit, talk: Talk) -> Result:
+    keys = {**TREES, **HEADS}.get(s.kind, (None, ()))[1]
+    unused = [f"fit.{key}" for key in type(s.fit).model_fields if key not in keys]
+    talk.no_effect(s, f"on {s.kind}", *unused)
+    how = {key: v for key in keys if (v := getattr(s.fit, key)) not in (None, ())}
+    with open_store(s, create=s.kind not in TREES) as store:
+        if s.kind == "chooser":
+            stored = _chooser(store, s, talk)
+        elif s.kind in TREES:
+            stored = _trees(store, s, talk, how)
+        else:
+            stored = _head(store, s, talk, how)
+    return fit_result(stored)
+
+
+def _recording(store: TraceStore, s: Fit, talk: Talk) -> str:
+    """The id of a recording; with ``since`` that of a new one, a sample of what its pair decoded
+    since then."""
+    name = store.resolve_recording(s.recording)
+    if s.since is None:
+        return name
+    window, key = store.clock() - s.since, f"since {s.since.isoformat()}"
+    return gather(store, store.get_recording(name).pair_id, window, key=key, tell=talk.tell)
+
+
+def _trees(store: TraceStore, s: Fit, talk: Talk, how: dict[str, Any]) -> StoredFit:
+    if s.draft is None:
+        raise ConfigError("--draft is needed: whose trees are fitted to")
+    if s.kind == "static-tree":
+        how["profile"] = s.profile
+    source = tree_source(store, _recording(store, s, talk), s.draft)
+    stored: StoredFit = TREES[s.kind][0](source, progress=talk.progress, **how)
+    return stored
+
+
+def _head(store: TraceStore, s: Fit, talk: Talk, how: dict[str, Any]) -> StoredFit:
+    """A fit that reads the pair itself; frequencies are every draft's."""
+    if s.kind == "router" and s.draft is None:
+        raise ConfigError("--draft is needed: whose output head is fitted to")
+    recording = "" if s.corpus else _recording(store, s, talk)
+    pair = load(s, pair_of(s, store, recording or None), talk, notes=False)
+    drafts = (s.draft,) if s.kind == "router" and s.draft is not None else ()
+    if s.kind == "frequencies":
+        how["corpus"] = s.corpus
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    function = HEADS[s.kind][0]
+    stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **how)
+    return stored
+
+
+def _chooser(store: TraceStore, s: Fit, talk: Talk) -> StoredFit:
+    recording = _recording(store, s, talk)
+    pair = load(s, pair_of(s, store, recording), talk, notes=False)
+    policies = {}
+    for name in s.policy:
+        policy = policy_named(store, name, pair.id, pair.device.type, s.deployment, talk)
+        if policy.candidates != (policy,) or policy.id in policies:
+            raise PolicyError(f"--policy {name}: give different policies without by_prompt")
+        policies[policy.id] = policy
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    how: dict[str, Any] = {"profile": s.profile, "progress": talk.progress}
+    return fit_recorded(store, recording, pair, tuple(policies.values()), **how)
+
+
+def fit_result(stored: StoredFit) -> Result:
+    """What was fitted: its rows as tables, its figures as one, and the policy to begin with unless
+    that is a draft alone."""
+    data = stored.to_json()
+    tables, figures = [], []
+    for key, value in _flat(data):
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            tables.append(Table(value, title=key))
+        elif not isinstance(value, (list, tuple)) and value is not None:
+            figures.append({"figure": key, "value": value})
+    is_draft = stored.policy.keys() == {"draft"} and isinstance(stored.policy["draft"], str)
+    start = "" if is_draft else f"; a policy with it: {json.dumps(stored.policy)}"
+    text = f"artifact {stored.artifact}{start}"
+    rows = tables[0].rows if tables else ()
+    return Result(text, data, rows, [*tables, Table(figures, title=f"{stored.kind} fitted")])
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Values by their path, the policy left out."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping) and key != "policy":
+            flat += _flat(value, f"{prefix}{key}.")
+        elif key != "policy":
+            flat.append((prefix + key, value))
+    return flat

@@ -1,0 +1,243 @@
+"""`--arrivals`: what `simulate` and `tune` do of an engine that serves many requests at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from spectune.optimizer.bench.engine import EngineBench, engine_bench
+from spectune.optimizer.commands.decoding import quiet_transformers
+from spectune.optimizer.commands.evidence import tuning_result
+from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.session import (
+    Talk,
+    deployment_for,
+    objective_of,
+    open_store,
+    pair_of,
+    recording_on,
+    unseen,
+)
+from spectune.optimizer.deployment import Place
+from spectune.optimizer.inputs import recording_of
+from spectune.optimizer.load_search import Trial
+from spectune.optimizer.report.words import closing
+from spectune.optimizer.simulate.load import Objective, Served
+from spectune.optimizer.tune_load import (
+    LoadSearch,
+    ProveOptions,
+    about_bench,
+    place_of,
+    prove_load,
+    search_load,
+    with_servers,
+)
+from spectune.optimizer.verdict import Tuned
+from spectune.runtime.policies.document import Policy
+from spectune.settings import Simulate, Tune
+from spectune.traces.errors import TraceError
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
+
+OFF: Final = "off (no draft loaded)"
+IDLE: Final = "draft loaded, 0 tokens"
+EXTRAPOLATED: Final = 0.25
+"""Share of a load's steps from which on it is said that such batches were not recorded."""
+
+
+def simulate_under_load(
+    store: TraceStore, info: Recording, policy: Policy, s: Simulate, talk: Talk
+) -> Result:
+    """The figures of one policy, a row for each load."""
+    talk.no_effect(s, "on one policy", "load.objective")
+    objective = Objective("throughput", s.load.ttft, s.load.tpot)
+    arrivals = s.load.arrivals or ""
+    bench = engine_bench(store, info, [policy], arrivals, objective, limit=s.limit, tell=talk.tell)
+    simulated = bench.simulate_loads(policy, bench.trace)
+    draft = bench.server_draft(policy)
+    data = {
+        **about_bench(bench),
+        "policy": policy.label(),
+        "policy_id": policy.id,
+        "server_draft": draft,
+        "loads": [{"load": name, **one.to_json(objective)} for name, one in simulated.items()],
+    }
+    unseen(info, len(bench.trace.order), talk)
+    _tell_costs(bench, talk)
+    shares = {name: bench.costs.beyond(draft, one.batches) for name, one in simulated.items()}
+    _tell_extrapolated(bench, shares, talk)
+    rows = []
+    for name, one in simulated.items():
+        rounds, accepted, _ = one.counts.sum(0).tolist()
+        batch, tau = float(one.steps[:, 0].mean()), 1 + accepted / max(1, rounds)
+        rows.append(_row(name, one.served, objective) | {"batch": batch, "tau": tau})
+    title = f"{policy.label()} on {info.engine} (predicted)"
+    return Result("", data, rows, [Table(rows, title=title)])
+
+
+def tune_load(s: Tune, talk: Talk) -> Result:
+    """Searches in simulation; with ``execute`` proves that on the engine, for about the budget, and
+    publishes what is confirmed, if it may."""
+    if s.load.arrivals is None:
+        raise TraceError(
+            "--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, "
+            "recorded or a CSV"
+        )
+    keys = ("workload", "requests.c", "sampling.", "search.g", "search.t", "trees.", "quick")
+    more = ("fresh", "report", "since", "workers")
+    talk.no_effect(s, "under a load, whose requests are those of `record --engine`", *keys, *more)
+    if not s.execute:
+        talk.no_effect(s, "without --execute", "race.", "publish", "threads")
+    objective = objective_of(s.load)
+    with open_store(s) as store:
+        info = recording_on(store, s.recording or "latest", s.engine)
+        spec = None
+        if s.execute or s.typed("pair", "target", "drafts"):
+            spec = pair_of(s, store, info.id)
+            info = recording_of(store, info.id, spec)
+        arrivals, limit = s.load.arrivals, s.requests.limit
+        bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=talk.tell)
+        unseen(info, len(bench.trace.order), talk)
+        search = search_load(store, bench, seed=s.search.seed, progress=talk.progress)
+        place = place_of(store, info, deployment_for(s, info.engine))
+        if not s.execute or spec is None:
+            why = "predicted alone; --execute proves and publishes"
+            result = _search_result(search, {"published": None, "reason": why}, talk)
+            return replace(result, text=result.text + _next(search.trial.policy, place))
+        quiet_transformers(talk)
+        options = ProveOptions(
+            budget_s=s.race.budget,
+            publish=s.publish,
+            tell=talk.tell,
+            progress=talk.progress,
+        )
+        tuned, figures = prove_load(store, with_servers(search, spec, s.threads), place, options)
+    predicted = _search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
+    executed = tuning_result(tuned)
+    lines = [predicted.text, executed.text, _concluded(search, tuned, place)]
+    tables = [*predicted.tables, *executed.tables]
+    return Result("\n".join(lines), predicted.data, executed.rows, tables)
+
+
+def _search_result(search: LoadSearch, more: Mapping[str, Any], talk: Talk) -> Result:
+    """The map of loads, and what is best over all of them."""
+    bench, study, trial = search.bench, search.study, search.trial
+    _tell_costs(bench, talk)
+    _tell_extrapolated(bench, study.extrapolated, talk)
+    if bench.unserved:
+        talk.tell(
+            f"not judged, as no step with them was recorded: {', '.join(bench.unserved)}; "
+            f"{bench.costs.served_by} serves every draft of the pair"
+        )
+    shares = {"proposed": trial, OFF: study.off, IDLE: study.idle(trial.policy.draft)}
+    rows = []
+    for name in bench.loads:
+        best = study.best_constant(name)
+        row = {"load": name, "best draft": best.policy.draft, "tokens": best.policy.gamma_max}
+        beside = {column: _share(one, best, name) for column, one in shares.items()}
+        rows.append(row | _row(name, best.served[name], bench.objective) | beside)
+    lines = [
+        f"{len(study.trials)} policies simulated on {len(bench.parts.search)} texts (study "
+        f"{search.study_id}). Best over these loads together: {server_in_words(trial.policy)}"
+    ]
+    if study.no_speculation_from is not None:
+        lines.append(f"Not to speculate is best from {study.no_speculation_from} on.")
+    title, served_by = bench.engine.title, bench.costs.served_by
+    if study.off is None:
+        lines.append(
+            f"{OFF}: not measured: restart {title} without the draft, or {served_by} measures it."
+        )
+    if not bench.rules.drafts_after:
+        lines.append(f"{IDLE}: {title} goes without its draft then, as if off.")
+    elif study.idle("") is None:
+        lines.append(
+            f"{IDLE}: not measured: let the server draft 0 tokens, or {served_by} measures it."
+        )
+    table = Table(rows, title=f"best constant by load on {bench.info.engine} (predicted)")
+    return Result("\n".join(lines), {**search.to_json(), **more}, rows, [table])
+
+
+def _concluded(search: LoadSearch, tuned: Tuned, place: Place) -> str:
+    """What is in force now, and what to type next."""
+    there = f"--deployment {place.deployment} --device {place.device}"
+    hints = [(f"spectune report {tuned.study}", "the page of this tuning")]
+    if tuned.published:
+        look = f"spectune policies show active {there}"
+        hints.insert(0, (look, "the published policy, and its evidence"))
+    where = f"in deployment {place.deployment} on {place.device}"
+    text = closing(tuned.to_json(), where, hints)
+    if tuned.winner.policy.draft == "none" and search.bench.rules.drafts_after:
+        text += (
+            f"\nThat was measured on a server without a draft: restart {search.bench.engine.title} "
+            "without it; one that keeps it loaded drafts 0 tokens meanwhile."
+        )
+    return text
+
+
+def _next(policy: Policy, place: Place) -> str:
+    """The command that puts in force what is proposed, unless it is."""
+    if place.over is not None and place.over.policy_id == policy.id:
+        return ""
+    document = policy.model_dump(mode="json", include={"draft", "window"})
+    name = "autoregressive" if policy.draft == "none" else json.dumps(document)
+    there = f"--deployment {place.deployment} --device {place.device}"
+    return f"\n# publishes it\nspectune policies activate {there} '{name}'"
+
+
+def _share(trial: Trial | None, best: Trial, load: str) -> str:
+    """How good a policy is predicted to be under a load, as a part of the best constant."""
+    return "not measured" if trial is None else f"{100 * trial.worth[load] / best.worth[load]:.1f}%"
+
+
+def server_in_words(policy: Policy) -> str:
+    """A policy as a server runs it."""
+    if policy.draft == "none":
+        return OFF
+    return policy.label() if policy.speculates else f"{policy.draft} loaded, 0 tokens"
+
+
+def _tell_extrapolated(bench: EngineBench, shares: Mapping[str, float], talk: Talk) -> None:
+    """Warns of loads whose batches the recordings say nothing of: by load, the share of steps."""
+    for name, share in shares.items():
+        if share >= EXTRAPOLATED:
+            talk.tell(
+                f"{name}: {100 * share:.0f}% of its steps are of more or fewer requests than any "
+                f"that was recorded, so its figures are extrapolated; {bench.costs.served_by} "
+                "serves such batches"
+            )
+
+
+def _tell_costs(bench: EngineBench, talk: Talk) -> None:
+    check = bench.costs.check
+    talk.tell(
+        f"costs fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in "
+        f"the median, {100 * check['total_error']:+.1f}% in all"
+    )
+    seats, clients = bench.rules.max_num_seqs, max(load.clients for load in bench.loads.values())
+    if clients > seats:
+        talk.tell(
+            f"the recorded server had {seats} seats (max_num_seqs): of {clients} clients the "
+            "others wait"
+        )
+
+
+def _row(name: str, served: Served, objective: Objective) -> dict[str, Any]:
+    """The figures of a load for people; times in milliseconds."""
+    figures = served.to_json(objective)
+
+    def times(key: str, *which: str) -> str:
+        values, digits = figures[key], ".3g" if len(which) == 1 else ".0f"
+        return "/".join(format(1000 * values[w], digits) for w in which) if values else "-"
+
+    row = {
+        "load": name,
+        "tokens/s": served.tokens_per_s,
+        "ttft ms p50/p95": times("time_to_first_token_s", "p50", "p95"),
+        "tpot ms": times("time_per_output_token_s", "mean"),
+        "latency ms p50/p95/p99": times("latency_s", "p50", "p95", "p99"),
+    }
+    if objective.ttft_s is not None or objective.tpot_s is not None:
+        row["goodput/s"] = served.goodput(objective)
+    return row

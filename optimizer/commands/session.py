@@ -1,0 +1,251 @@
+"""What commands have in common: how they speak while they work, the database, the pair, the policy
+and the files that are meant."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spectune.db.database import open_database
+from spectune.db.errors import NotFoundError
+from spectune.db.urls import parse_url
+from spectune.optimizer.deployment import deployment_of
+from spectune.optimizer.inputs import policy_of
+from spectune.optimizer.simulate.load import Objective
+from spectune.runtime.checkpoints import is_checkpoint_file
+from spectune.runtime.hardware import sees_cuda
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.runtime.progress import Progress, silent
+from spectune.settings import Load, OnPair, Settings
+from spectune.traces.errors import OutputError, PairError, PolicyError, TraceError
+from spectune.traces.files import replacing, why_not_writable
+from spectune.traces.schema import Step
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import DESIGNED, Recording
+from spectune.traces.text import shortened
+
+
+def warn(line: str) -> None:
+    """Tells a user of the Python calls."""
+    warnings.warn(line, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How a call speaks while it works: lines, progress, and for ``generate`` the console that text
+    is streamed to; without one Python called."""
+
+    tell: Callable[[str], None] = warn
+    progress: Progress = silent
+    console: Console | None = None
+
+    def no_effect(self, settings: Settings, why: str, *prefixes: str) -> None:
+        """One note on the options that were typed below these keys."""
+        if options := settings.without_effect(*prefixes):
+            self.tell(f"no effect {why}: {options}")
+
+
+DECODED = ("workload", "requests.", "sampling.")
+"""Keys that say what is decoded, and how."""
+
+
+@contextmanager
+def open_store(settings: Settings, *, create: bool = False) -> Iterator[TraceStore]:
+    """The store of the database. One that does not exist is an error unless ``create``, and is made
+    by what is stored first. Raises DatabaseError."""
+    with open_database(settings.db, create=create) as database:
+        yield TraceStore(database)
+
+
+def pair_of(
+    settings: OnPair, store: TraceStore | None = None, recording: str | None = None
+) -> PairSpec:
+    """The pair meant, its checkpoints there: the one that is typed, else that of a recording that
+    is typed, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
+    PairError, also where nothing names one: no pair is taken in silence."""
+    if (loaded := getattr(settings.pair, "spec", None)) is not None:
+        return _of_loaded(settings, loaded)
+    typed = settings.typed("pair", "target", "drafts")
+    by_recording = settings.pair is None or settings.typed("recording", "resume")
+    if store is not None and recording is not None and by_recording and not typed:
+        where = f"the pair of recording {recording}"
+        document = store.get_pair(store.get_recording(recording).pair_id).document
+        spec = PairSpec.from_json(document, where=where)
+        try:
+            spec.check()
+        except PairError as error:
+            raise PairError(f"{where}: {error}; say where it is now by --pair") from None
+        return spec
+    pair = settings.pair
+    if settings.typed("target", "drafts") and not settings.typed("pair"):
+        pair = None
+    if pair is None and settings.target is None and not settings.drafts:
+        raise PairError(
+            "no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put "
+            "pair = ... in spectune.toml (`init` writes one)"
+        )
+    spec = read_pair(None if pair is None else os.fspath(pair), settings.target, settings.drafts)
+    spec.check()
+    return spec
+
+
+def _of_loaded(settings: OnPair, spec: PairSpec) -> PairSpec:
+    """The pair of one that Python loaded already. Raises PairError for what it cannot take."""
+    keys = ("target", "drafts", "device", "dtype", "threads")
+    if names := [key for key in keys if settings.typed(key)]:
+        raise PairError(f"{', '.join(names)}: the pair is loaded already; say them there")
+    return spec
+
+
+def names_pair(settings: OnPair) -> bool:
+    """Whether a pair is named anywhere."""
+    return any((settings.pair, settings.target, settings.drafts))
+
+
+def device_of(device: str) -> str:
+    """``cpu`` or ``cuda``, where ``auto`` is what torch would find."""
+    return device if device != "auto" else "cuda" if sees_cuda() else "cpu"
+
+
+def policy_named(
+    store: TraceStore, name: str, pair_id: str, device: str, deployment: str, talk: Talk
+) -> Policy:
+    """A policy by built-in name, file, inline JSON, id, or ``active``. Raises PolicyError."""
+    try:
+        policy = policy_of(store, name, pair_id, device, deployment)
+    except NotFoundError as error:
+        raise PolicyError(
+            f"--policy {shortened(name)}: neither a file, a JSON document, 'active' nor "
+            f"'autoregressive', and {shortened(str(error))} (see `policies list`)"
+        ) from None
+    if policy is None:
+        talk.tell(
+            f"no policy is published for pair {pair_id} on {device} in deployment {deployment}; "
+            "decoding autoregressively"
+        )
+    return policy or AUTOREGRESSIVE
+
+
+def deployment_for(s: Any, engine: str) -> str:
+    """The deployment that was named anywhere, else an engine's own."""
+    named = s.deployment != "default" or s.typed("deployment")
+    return str(s.deployment) if named else deployment_of(engine)
+
+
+def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recording:
+    """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
+    TraceError where it has none, or the one that is named is another's."""
+    if engine is not None and recording == "latest":
+        traffic = (i for i in store.list_recordings() if i.source != DESIGNED)
+        info = next((i for i in traffic if i.engine == engine and i.n_requests), None)
+        if info is None:
+            raise TraceError(
+                f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md "
+                "says how"
+            )
+        return info
+    info = store.get_recording(recording)
+    if engine is not None and info.engine != engine:
+        raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
+    return info
+
+
+def objective_of(load: Load) -> Objective:
+    """What is best under a load. Raises TraceError for goodput without a limit."""
+    if load.objective == "goodput" and load.ttft is None and load.tpot is None:
+        raise TraceError("--objective goodput needs ttft or tpot: which requests are good")
+    return Objective(load.objective, load.ttft, load.tpot)
+
+
+def unseen(info: Recording, number: int, talk: Talk) -> None:
+    """Notes the requests of a recording that are left out, as its drafts have not read them: a
+    server adds some all the time."""
+    if number < info.n_requests:
+        talk.tell(
+            f"left out: {info.n_requests - number} of {info.n_requests} requests, which lack "
+            f"panoramas; `record --resume {info.id}` makes them"
+        )
+
+
+def database_files(db: str) -> list[Path]:
+    """The files of a SQLite database, its own first; none of one on a server."""
+    url = parse_url(db)
+    if url.get_backend_name() != "sqlite":
+        return []
+    return [Path(f"{url.database}{ending}") for ending in ("", "-wal", "-shm", "-journal")]
+
+
+def check_writable(settings: Settings, **paths: str | None) -> None:
+    """Raises OutputError for a path, by its option, that cannot be written or is needed otherwise,
+    before the work is done whose result would go there."""
+    taken: dict[Path, str | None] = {}
+    taken |= {Path(path).resolve(): "read by this command" for path in _inputs(settings)}
+    taken |= {path.resolve(): "the database in use" for path in database_files(settings.db)}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if (problem := why_not_writable(path)) is None:
+            target = Path(path).resolve()
+            # A model's file may be a link to another place, where nothing shows whose it is.
+            beside = Path(path).parent.resolve() / Path(path).name
+            use = taken.get(target)
+            if use is None and (is_checkpoint_file(target) or is_checkpoint_file(beside)):
+                use = "a file of a model"
+            if use is None and _is_database(target):
+                use = "a SQLite database"
+            problem = f"that is {use}; name another file" if use else None
+        if problem is not None:
+            raise OutputError(f"{option} {shortened(path)}: {problem}")
+        taken[target] = f"{option}, too"
+
+
+def _is_database(file: Path) -> bool:
+    try:
+        with file.open("rb") as content:
+            return content.read(16) == b"SQLite format 3\0"
+    except OSError:
+        return False
+
+
+def _inputs(settings: Settings) -> Iterator[str]:
+    """Files that a command's settings name."""
+    if settings.config is not None:
+        yield str(settings.config.file)
+    for key in ("pair", "policy", "recording", "workload"):
+        value = getattr(settings, key, None)
+        for name in value if isinstance(value, tuple) else (value,):
+            if isinstance(name, str) and len(name) < 4096:
+                yield from filter(os.path.isfile, (name, f"{name}/pair.json"))
+
+
+def write_rows(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes JSON lines (:func:`write_text`)."""
+    write_text(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: str, parts: Iterable[str]) -> None:
+    """Writes beside the target and puts it in place at the end, so that a failure leaves nothing
+    half-written. Raises OutputError."""
+    try:
+        with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            text.writelines(parts)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def rounds_of(request: str, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+    """The rows of ``--per-round``."""
+    columns = ("start", "drafted", "verified", "accepted", "batch")
+    for step in steps:
+        yield {"request": request, **{name: getattr(step, name) for name in columns}}

@@ -1,0 +1,136 @@
+"""`traces`: what is recorded, looked at, counted, compared and moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spectune.optimizer.commands.results import Result, Row, Table
+from spectune.optimizer.commands.session import Talk, check_writable, open_store
+from spectune.optimizer.request_text import request_text
+from spectune.settings import (
+    Filter,
+    TracesExport,
+    TracesImport,
+    TracesList,
+    TracesShow,
+    TracesStats,
+)
+from spectune.traces.errors import ConfigError
+from spectune.traces.store import TraceStore, query
+from spectune.traces.store.export import export_recordings, export_rows, import_recordings, plain
+from spectune.traces.store.query import TraceFilter
+
+OF_REQUEST = (
+    *("request_id", "category", "policy", "context", "rounds", "tau", "acceptance"),
+    "tokens_per_s",
+)
+"""Columns of a request that a table shows."""
+NOTHING = "nothing of that is stored"
+
+
+def filter_of(s: Filter) -> TraceFilter:
+    one = s.recording if isinstance(s, TracesShow) else None
+    recordings = s.recording if one is None else () if one == "all" else (one,)
+    return TraceFilter(
+        recordings=recordings,
+        request=s.request,
+        pair=s.pair_id,
+        categories=s.category,
+        since=s.since,
+        until=s.until,
+        policy=s.policy,
+        draft=s.draft,
+        min_acceptance=s.min_acceptance,
+        max_acceptance=s.max_acceptance,
+    )
+
+
+def _rows(key: str, rows: list[Row], columns: tuple[str, ...], title: str) -> Result:
+    return Result("" if rows else NOTHING, {key: rows}, rows, [Table(rows, columns, title)])
+
+
+def list_recordings(s: TracesList, talk: Talk) -> Result:
+    with open_store(s) as store:
+        recordings = query.list_recordings(store, filter_of(s))
+    rows = [info.to_json() for info in recordings]
+    shown = [{**row, "drafts": r.shown()} for row, r in zip(rows, recordings, strict=True)]
+    columns = (
+        *("id", "pair_id", "source", "state", "n_requests", "n_output_tokens", "drafts"),
+        "created_at",
+    )
+    if not rows:
+        return Result(NOTHING, {"recordings": rows})
+    return Result("", {"recordings": rows}, rows, [Table(shown, columns, "recordings")])
+
+
+def show(s: TracesShow, talk: Talk) -> Result:
+    with open_store(s) as store:
+        if s.request is not None and s.recording != "all":
+            return _request(store, s.recording, s.request)
+        info = None if s.recording == "all" else store.get_recording(s.recording)
+        found = query.requests(store, filter_of(s), sort=s.sort, limit=s.rows + 1)
+    if len(found) > s.rows and not s.typed("rows"):
+        talk.tell(f"the first {s.rows}; --rows says how many, and `traces export` writes all")
+    rows = [plain(row) for row in found[: s.rows]]
+    acceptance = "draft_acceptance" if s.draft else "acceptance"
+    columns = tuple(acceptance if c == "acceptance" else c for c in OF_REQUEST)
+    if info is None:
+        columns, title, data = ("recording_id", *columns), "requests", {}
+    else:
+        title = f"recording {info.id}: {info.state}; panoramas of {info.shown() or 'nothing'}"
+        data = info.to_json()
+    tables = [Table(rows, columns, title)] if rows else []
+    return Result("" if rows else NOTHING, {**data, "requests": rows}, rows, tables)
+
+
+def _request(store: TraceStore, recording: str, request: str) -> Result:
+    data = request_text(store, recording, request)
+    data["rounds"] = rounds = [plain(row) for row in data["rounds"]]
+    text = f"{data['prompt']}\n---\n{data['text']}\n---"
+    if data["text"] is None:
+        text = f"not decoded: {data['undecoded']}\nids: {data['output_ids']}"
+    counts = ("round", "policy_id", "start", "drafted", "verified", "accepted", "emitted")
+    table = Table(rounds, (*counts, "draft_s", "verify_s", "round_s"), "rounds")
+    return Result(text, data, rounds, [table])
+
+
+def stats(s: TracesStats, talk: Talk) -> Result:
+    usual = "policy,day" if s.speed else "policy,category" if s.executed else "draft,category"
+    names = [name.strip() for name in (s.by or usual).split(",")]
+    with open_store(s) as store:
+        if s.speed or ("policy" in names and not s.executed):
+            rows = query.speed(store, filter_of(s), names)
+            columns: tuple[str, ...] = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
+        else:
+            rows = query.acceptance(store, filter_of(s), names, executed=s.executed)
+            columns = ("requests", "mean_accepted_length", "by_position")
+    shown = [
+        {**row, "by_position": " ".join(f"{x:.2f}" for x in row.get("marginal", ())[:10])}
+        for row in rows
+    ]
+    by = [k for k in (rows[0] if rows else ()) if k in (*query.GROUPS.values(), "policy")]
+    tables = [Table(shown, (*by, *columns), "stats")] if rows else []
+    return Result("" if rows else NOTHING, {"stats": rows}, rows, tables)
+
+
+def export(s: TracesExport, talk: Talk) -> Result:
+    check_writable(s, out=s.out)
+    data: dict[str, Any] = {"path": s.out}
+    with open_store(s) as store:
+        if s.whole:
+            if not s.out.endswith(".parquet"):
+                raise ConfigError(f"--whole writes Parquet: end {s.out} with .parquet")
+            data["recordings"] = [info.id for info in query.list_recordings(store, filter_of(s))]
+            data["rows"] = export_recordings(store, data["recordings"], s.out)
+        else:
+            data["rows"] = export_rows(getattr(query, s.per)(store, filter_of(s)), s.out)
+    recordings = f", recordings {', '.join(data['recordings'])}" if s.whole else ""
+    return Result(f"{s.out}: {data['rows']} rows{recordings}", data)
+
+
+def import_(s: TracesImport, talk: Talk) -> Result:
+    with open_store(s, create=True) as store:
+        added, present = import_recordings(store, s.file)
+    texts = [", ".join(names) or "nothing" for names in (added, present)]
+    data = {"added": added, "present": present}
+    return Result(f"added {texts[0]}; already here: {texts[1]}", data)
