@@ -78,7 +78,7 @@ def recorded(
     trace: ReplayTrace, found: Simulated, policy: Policy, at: float = 1e-6
 ) -> list[RecordedRequest]:
     """What an engine would have recorded of a simulation: each request with its rounds."""
-    words = trace.outcomes(policy, compile_stop(policy.stop))[0]
+    words = trace.outcomes(policy, compile_stop(policy.stop))
     steps: list[list[Step]] = [[] for _ in found.counts]
     for step, request, drafted in found.members.tolist():
         t, out = (

@@ -278,7 +278,7 @@ def serve(
     Raises TraceError where the cache would be full, which makes an engine put requests back.
     """
     policy = Policy(draft=draft, window=FixedWindow(gamma=max(gammas))) if max(gammas) else Policy()
-    words = trace.outcomes(policy, compile_stop(policy.stop))[0]
+    words = trace.outcomes(policy, compile_stop(policy.stop))
     count = len(load.arrivals) or count or len(trace.order)
     text = trace.order[np.arange(count) % len(trace.order)]
     # The trace begins after the first token, which the prompt's pass yields.
