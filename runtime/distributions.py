@@ -1,4 +1,4 @@
-"""A draft's distribution after a node, as codes (docs/trees.md, "distributions and codes")."""
+"""A draft's distribution after a node, as codes (docs/simulator.md)."""
 
 from __future__ import annotations
 

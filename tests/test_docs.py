@@ -50,7 +50,7 @@ PAGES = {
 }
 POLICIES = "docs/policies.md"
 TRACES = "docs/traces.md"
-RUN_HERE = ("README.md", POLICIES, "docs/simulator.md", TRACES)
+RUN_HERE = ("README.md", POLICIES, TRACES)
 PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples and")
 
 
@@ -129,72 +129,27 @@ def allowed(schema: dict[str, Any]) -> str:
     return f"{low}, {schema.get('exclusiveMaximum', float('inf')):g})"
 
 
-def table(title: str) -> dict[str, tuple[str, str, str]]:
-    """key -> (default, allowed, meaning) of the table under a heading."""
-    (body,) = re.findall(
-        rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGES[POLICIES], re.MULTILINE | re.DOTALL
-    )
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*?) \| (.*) \|$", body, re.MULTILINE)
-    assert len(rows) == body.count("\n| `"), title
-    return {key: (default, may, meaning) for key, default, may, meaning in rows}
-
-
-def parameters(block: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """key -> (default, allowed) of a block, from the model itself; the default of a key that must
-    be given is ``required``."""
-    return {
-        key: (json.dumps(of["default"]) if "default" in of else "required", allowed(of))
+def parameters(block: type[BaseModel]) -> str:
+    """Keys of a block with their defaults and what they may be, from the model itself; the default
+    of a key that must be given is ``required``."""
+    return "; ".join(
+        f"`{key}` {json.dumps(of['default']) if 'default' in of else 'required'}, {allowed(of)}"
         for key, of in block.model_json_schema()["properties"].items()
         if key != "kind"
-    }
-
-
-BLOCKS = {
-    f"{group}: `{kind}`": block for group, kinds in KINDS.items() for kind, block in kinds.items()
-}
-PLAIN = {"select": Select, "stratify": Stratify, "by_prompt": ByPrompt}
-"""Blocks of one kind."""
-
-
-@pytest.mark.parametrize(("title", "block"), [*BLOCKS.items(), *PLAIN.items()])
-def test_a_block_is_documented_with_its_defaults_and_ranges(
-    title: str, block: type[BaseModel]
-) -> None:
-    documented = table(title)
-    assert {key: row[:2] for key, row in documented.items()} == parameters(block)
-    assert all(meaning.strip() for *_, meaning in documented.values())
-
-
-def test_no_block_is_documented_that_there_is_not() -> None:
-    assert sorted(re.findall(r"^### (\w+: `\w+`)$", PAGES[POLICIES], re.MULTILINE)) == sorted(
-        BLOCKS
     )
 
 
-def test_what_is_searched_is_documented() -> None:
-    page = PAGES[POLICIES].split("## What a tuning searches")[1]
-    rows = re.findall(r"^\| `(.*?)` \| (.*?) \|$", page, re.MULTILINE)
-    assert rows == list(ranges())
-
-
-def test_the_document_itself_is_documented() -> None:
-    documented = table("The document")
-    assert set(documented) == set(PromptPolicy.model_fields)
-    given = {key: json.loads(default) for key, (default, *_) in documented.items()}
-    assert parse_policy({**given, "draft": "small"}) == parse_policy({"draft": "small"})
-    assert given["draft"] == AUTOREGRESSIVE.draft
-
-
-def test_the_table_of_what_windows_need_is_true() -> None:
-    page = PAGES[POLICIES].split("### window")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (\w+).*? \| (.*?) \|$", page, re.MULTILINE)
-    listed = {kind: of for kind, *of in rows if kind in KINDS["window"]}
-    assert set(listed) == set(KINDS["window"])
-    for kind, (carried, needs) in listed.items():
-        required = {"gamma": {"1": 4}} if kind == "by_batch" else {}
-        policy = parse_policy({"draft": "small", "window": {"kind": kind, **required}})
-        assert (carried != "none") == (kind in ("q_learning", "heuristic"))
-        assert policy.needs_profile == (needs == "yes")
+def test_blocks_are_documented_with_their_defaults_and_ranges() -> None:
+    blocks = {f"{g}: {kind}": block for g, kinds in KINDS.items() for kind, block in kinds.items()}
+    blocks |= {"select": Select, "stratify": Stratify, "by_prompt": ByPrompt}
+    searched = dict(ranges())
+    rows = [
+        (name, told, searched.get(name, "no"))
+        for name, block in blocks.items()
+        if (told := parameters(block))
+    ]
+    page = PAGES[POLICIES].split("## Blocks")[1]
+    assert re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE) == rows
 
 
 # ----------------------------------------------------------------------------------------- commands
@@ -234,13 +189,17 @@ def test_a_command_that_does_not_exist_is_noticed(wrong: str) -> None:
         parsed(wrong.split())
 
 
-def test_other_lines_of_the_readme_are_targets_of_the_makefile() -> None:
+def test_other_lines_of_the_readme_can_be_typed() -> None:
+    """Targets of the Makefile, the installed program, and pip with a path."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    others = [words for words in commands("README.md") if words and "cli.py" not in words]
-    assert [words[1] for words in others][:2] == ["tune", "test"]
-    assert {words[0] for words in others} == {"make"}
-    assert {words[1] for words in others} <= targets
+    for words in commands("README.md"):
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[0] == "spectune":
+            assert CliRunner().invoke(main, [*words[1:3], "--help"]).exit_code == 0
+        elif words:
+            assert words[:2] == ["pip", "install"] or "cli.py" in words
 
 
 # ---------------------------------------------------------------------------- Python, links, places
@@ -289,12 +248,7 @@ def test_the_pages_run(
     run_page("README.md", place, monkeypatch)
     out = capsys.readouterr().out
     assert "incumbent" in out
-    assert "small fixed(gamma=4): " in out
     run_page(POLICIES, place, monkeypatch)
-    chats = place / "chats.jsonl"  # only a tuning needs as many as there are
-    chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
-    simulator = run_page("docs/simulator.md", place, monkeypatch)
-    simulator["store"].database.close()
     elsewhere = "docs/schedules.md"
     assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, elsewhere}
 

@@ -312,7 +312,7 @@ of_sampling = pytest.mark.parametrize(
 @of_sampling
 @pytest.mark.parametrize("vocab", [3, 11, 150])
 def test_codes_of_a_law(sampling: Sampling, vocab: int) -> None:
-    """Children, codes and entropies as docs/trees.md defines them, in Python's own arithmetic, away
+    """Children, codes and entropies as docs/simulator.md defines them, in plain Python, away
     from borders."""
     for trial in range(12):
         k = [1, 4, 10][trial % 3]

@@ -1,7 +1,7 @@
 """Draft trees, slowly: the papers' algorithms in plain Python, as a yardstick for the batched code.
 
 EAGLE-2's expansion and reranking and HeteroSpec's strata are written from HeteroSpec (sections 2.2
-and 4), the classifier's levels from C2T (section 4.2), the whole numbers from docs/trees.md.
+and 4), the classifier's levels from C2T (section 4.2), the whole numbers from docs/simulator.md.
 Nothing of the project is imported. A tree is a list of `Node`s; the root is the empty path and has
 no node.
 """
@@ -21,7 +21,7 @@ WEIGHT_ONE = 2**24
 @dataclass
 class Law:
     """What the draft says after a node: its best children, best first, and two entropies (codes of
-    docs/trees.md, 1/256 nat).
+    docs/simulator.md, 1/256 nat).
 
     Fewer children than the tree's width: there are no more.
     """

@@ -182,7 +182,7 @@ class Trie(_ByContent):
     the text (or, for a head, any drafted ones): ``parent`` int32 [M] is a node's parent and
     ``slot`` uint8 [M] its place among the parent's children; parents come first. With N = L + 1 + M
     and K children a node, each node holds the distribution after it, in codes of 1/256 nat
-    (docs/trees.md):
+    (docs/simulator.md):
 
     - ``tokens`` int32 [N, K], ``logp``, ``gap`` uint16 [N, K]: its children, best first; ``count``
       uint8 [N]: how many exist (of prompt lookup none where it finds no match).

@@ -66,6 +66,8 @@ def _prompts(s: Decoding) -> Workload:
         raise WorkloadError("workload, column: for prompts of a file, not for a list of them")
     if isinstance(s.prompts, Workload):
         return s.prompts
+    if isinstance(s.prompts, str):
+        raise WorkloadError("prompts: give a list of texts; workload takes the name of a file")
     documents = [{"prompt": p} if isinstance(p, str) else p for p in s.prompts]
     lines = (Line(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(documents))
     return make_workload("prompts", lines, turns=s.requests.turns, bad_rows=s.requests.bad_rows)

@@ -4,7 +4,7 @@
 panoramas and in replay. Its rules are the papers': EAGLE-2's expansion and rerank
 (:mod:`runtime.policies.eagle2`), C2T's classifier (:mod:`runtime.policies.c2t`), static trees
 (:mod:`runtime.policies.sequoia`), HeteroSpec's Phi (:mod:`runtime.policies.heterospec`).
-docs/trees.md defines codes and costs."""
+docs/simulator.md defines codes and costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CODE_DTYPES: Final = (np.int32, np.uint16, np.uint16, np.uint16, np.uint16, np.u
 
 
 class Codes(NamedTuple):
-    """What a draft says after n prefixes, as whole numbers of any dtype (docs/trees.md):
+    """What a draft says after n prefixes, as whole numbers of any dtype (docs/simulator.md):
     ``tokens``, ``logp`` and ``gap`` of the children [n, k], best first; ``entropy``,
     ``top_entropy`` and ``count`` (children that exist) [n]."""
 
