@@ -1,7 +1,7 @@
 """C2T: the classifier that grows trees (section 4), as a table of whole numbers.
 
 The paper evaluates a two-layer network on (joint probability, entropy, depth) of every node. All
-three are codes here (docs/simulator.md), so the network is evaluated once, over every combination, and
+three are codes here, so the network is evaluated once, over every combination, and
 growing looks its confidence up: the same number in decoding and in replay, and cheaper than the
 network. Training is :mod:`optimizer.fit.c2t`; the threshold beta, the cap and chain mode (``width``
 1) are :class:`ClassifierGrowth`."""
