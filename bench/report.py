@@ -393,8 +393,8 @@ def highlights() -> str:
         f"- predicted against executed speed: {predicted['summary'].split(', Kendall')[0]} "
         f"({fidelity(predicted)[1]})",
         f"- at temperature 1 the default verifier, `coupled`, costs a chain {low} to {high}% of "
-        f"its speed against `--verifier rejection` ({NOT_SHOWN}: no interval); trees and heads "
-        "need `coupled`",
+        f"its speed against `sampling.verifier=rejection` ({NOT_SHOWN}: no interval); trees and "
+        "heads need `coupled`",
         "- vLLM under load, 1 to 32 clients: tokens/s predicted "
         f"{percent(errors['median_error'])} off in the median (executing again: "
         f"{percent(errors['median_repeat_error'])}). The table that was found reaches **{off} of "

@@ -73,7 +73,7 @@ def narrowed(
         if not kept:
             known = ", ".join(sorted({r.category for r in workload.requests}))
             raise WorkloadError(
-                f"--category {', '.join(categories)}: no such category in {workload.name}; it has: "
+                f"category {', '.join(categories)}: no such category in {workload.name}; it has: "
                 f"{known}"
             )
         workload = replace(workload, requests=kept)

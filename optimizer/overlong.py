@@ -48,7 +48,7 @@ def made_to_fit(
         raise WorkloadError(
             f"request {beyond[0]}: {sizes[beyond[0]]} prompt tokens + {new} new ones exceed "
             f"{context}, as in {counted}; lower --max-new-tokens, or leave them out or cut them by "
-            "--overlong skip or --overlong truncate"
+            "--set requests.overlong=skip or =truncate"
         )
     requests = [
         r if sizes[r.id] <= rooms[r.id] else _cut(pair, r, options.chat, rooms[r.id])
@@ -57,7 +57,7 @@ def made_to_fit(
     ]
     if not requests:
         raise WorkloadError(
-            f"--overlong skip: nothing is left, {counted} are longer than {room} tokens"
+            f"requests.overlong skip: nothing is left, {counted} are longer than {room} tokens"
         )
     how = "left out" if overlong == "skip" else "cut at their beginning"
     cut = f"{counted} were longer than {room} tokens ({context}) and were {how}"

@@ -61,12 +61,12 @@ def dask_workers(address: str | None) -> Iterator[None]:
         from distributed.client import FutureCancelledError
         from distributed.comm import CommClosedError
     except ImportError:
-        raise SpectuneError("--workers needs Dask: `pip install distributed`") from None
+        raise SpectuneError("workers need Dask: `pip install distributed`") from None
     try:
         client = Client(address, timeout=CONNECT_S)
     except (OSError, ValueError) as error:
         raise SpectuneError(
-            f"--workers {address}: no Dask scheduler answers there ({error}); `dask scheduler` "
+            f"workers {address}: no Dask scheduler answers there ({error}); `dask scheduler` "
             "starts one"
         ) from None
     with client:
@@ -80,7 +80,7 @@ def dask_workers(address: str | None) -> Iterator[None]:
                 _cluster.reset(token)
         except TimeoutError:
             raise SpectuneError(
-                f"--workers {address}: it has no workers; `dask worker {address}` starts one"
+                f"workers {address}: it has no workers; `dask worker {address}` starts one"
             ) from None
         except KilledWorker:
             raise SpectuneError("workers were killed by the same work (is memory short?)") from None

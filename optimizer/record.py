@@ -166,7 +166,7 @@ def begun_as(
     if not recording_options(pair, options).items() <= kept.items():
         raise TraceError(
             f"recording {info.id} is unfinished and was begun on {kept['device']} in "
-            f"{kept['dtype']}; go on with --device {kept['device']} --dtype {kept['dtype']}"
+            f"{kept['dtype']}; go on with --device {kept['device']} --set dtype={kept['dtype']}"
         )
     return store.get_workload(info.workload_id), options
 

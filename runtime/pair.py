@@ -133,5 +133,5 @@ def check_threads(threads: int | None) -> None:
     most = max(16, 4 * cpus)
     if threads is not None and not 1 <= threads <= most:
         raise PairError(
-            f"--threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {most}"
+            f"threads {threads}: this machine has {cpus} CPUs; give a number from 1 to {most}"
         )

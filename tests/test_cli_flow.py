@@ -464,7 +464,7 @@ def test_what_was_decoded_lately_can_be_tuned_on(
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert 6 <= gathered["n_requests"] <= 200
     both = {"since": "24h", "recording": recording}
-    assert "give either --recording or since" in door.call("tune", **QUICK, **both).stderr
+    assert "give either --recording or --set since=AGE" in door.call("tune", **QUICK, **both).stderr
 
 
 def test_what_was_not_compared_is_not_to_be_replaced(

@@ -23,7 +23,7 @@ from spectune.db.urls import parse_url, shown
 from spectune.traces.schema import policy_id
 from spectune.traces.store import TraceStore
 
-COMMANDS = ("traces list", "db check", "db check --upgrade", "schedule show")
+COMMANDS = ("traces list", "db check", "db check --upgrade", "schedule list")
 
 
 def put(database: Database, name: str = "p") -> None:

@@ -241,7 +241,9 @@ def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair
     without = shared.put_profile(with_terms(profile, {"top_k/near": None}))
     static = "fit static-tree --draft near"
     assert "has no costs of trees for draft 'near': run `" in door.error(static)
-    assert "--nodes N --depth D" in door.error(static, profile=without, nodes=3, depth=2)
+    assert "--set fit.nodes=N --set fit.depth=D" in door.error(
+        static, profile=without, nodes=3, depth=2
+    )
     shared.put_profile(profile)
     cheap = fit(door, "static-tree", nodes=12)
     assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}

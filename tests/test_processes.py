@@ -179,6 +179,6 @@ def test_a_cluster_that_cannot_be_used_is_said(
     monkeypatch.setattr(processes, "CONNECT_S", 0.5)
     asked = ("record", "--pair", recorded.pair, "--resume", "latest", *TREES, "--workers")
     assert "no Dask scheduler answers there" in recorded.refused(*asked, "tcp://127.0.0.1:9")
-    assert "is no Dask scheduler's address" in recorded.call(*asked, "two").output
+    assert "missing port number in address 'two'" in recorded.call(*asked, "two").output
     monkeypatch.setitem(sys.modules, "distributed", None)
     assert "`pip install distributed`" in recorded.refused(*asked, "tcp://127.0.0.1:9")

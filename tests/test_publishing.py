@@ -94,7 +94,7 @@ def test_what_the_default_verifier_costs_is_said_before_the_work(
         tune(
             store, pair, WORKLOAD, replace(QUICK, options=options, tell=said.append), progress=begin
         )
-    found = [line for line in said if "makes chains slower than --verifier rejection" in line]
+    found = [line for line in said if "makes chains slower than rejection" in line]
     assert len(found) == warns
 
 

@@ -23,7 +23,7 @@ READS = (
     "traces list",
     "traces show latest",
     "policies list --pair demo",
-    "schedule show",
+    "schedule list",
     'simulate --policy \'{"draft":"small","window":{"kind":"fixed","gamma":4}}\'',
     "db check",
 )

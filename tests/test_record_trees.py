@@ -149,7 +149,7 @@ def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
     assert door.json(*again, fine, "--dtype", "float64")["state"] == "complete"
     line = door.refused(*again, other, "--dtype", "float32")
     assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
-    assert "--device cpu --dtype bfloat16" in line
+    assert "--device cpu --set dtype=bfloat16" in line
 
 
 def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:

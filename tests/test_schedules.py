@@ -375,7 +375,7 @@ def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:
     assert door.json("schedule add n --cron", "0 3 * * *", *added)["cron"] == "0 3 * * *"
     assert "must have five fields" in door.refused("schedule", "add", "x", "--cron", "3", *added)
     assert "did you mean 'n'" in door.refused("schedule", "remove", "nn")
-    assert "not a duration" in door.refused(
+    assert "--recorded: '1y': a time is expected" in door.refused(
         "schedule", "add", "x", "--cron", "@daily", "--recorded", "1y", "--pair", tiny_pair
     )
     assert door.json("schedule remove n")["name"] == "n"

@@ -127,7 +127,7 @@ BAD_ROWS: tuple[tuple[Any, str], ...] = (
     ({"prompt": "zero \0"}, "'prompt' holds a NUL"),
     ({"turns": []}, "'turns' must be a list of texts, none of them empty"),
     ({"turns": [" "]}, "'turns' must be a list of texts, none of them empty"),
-    ({"turns": ["a", "b"]}, "2 turns; say --all-turns"),
+    ({"turns": ["a", "b"]}, "2 turns; say --set requests.turns=all"),
     ({"messages": []}, EMPTY),
     ({"conversations": "x"}, EMPTY),
     ({"conversations": ["x"]}, f"message 0: {EMPTY}"),
@@ -172,7 +172,7 @@ def test_a_bad_row_is_left_out_and_told_or_refused(bad: Any, why: str) -> None:
         ("w", "[1, 2", "w:1: not JSON"),
         ("w", "", ".*w: the workload is empty"),
         ("w", b"\xff\xfe", ".*w: not UTF-8"),
-        ("w.csv", "a,b\n1,2\n", "w.csv:2: no prompt among its keys .'a', 'b'.; .* --column"),
+        ("w.csv", "a,b\n1,2\n", "w.csv:2: no prompt among its keys .'a', 'b'.; .* requests.column"),
         ("w.csv", "prompt,b\n1\n", "w.csv:2: more or fewer than the 2 fields of line 1"),
         ("w.csv", 'prompt\n"x"y\n', "w.csv:2: not CSV"),
         ("w.parquet", "PAR1", "w.parquet: not Parquet"),
@@ -189,7 +189,7 @@ def test_many_bad_rows_are_refused_unless_they_are_to_be_left_out() -> None:
     lines = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
     many = (
         r"^w:2: .* at least one; w:3: .* none of them empty; w:4: not JSON .*; 3 of 5 rows "
-        "are bad, more than a quarter: --bad-rows skip leaves them out$"
+        "are bad, more than a quarter: --set requests.bad_rows=skip leaves them out$"
     )
     with pytest.raises(WorkloadError, match=many):
         read(lines)
@@ -230,7 +230,9 @@ def test_a_column_is_that_of_the_files_that_have_it() -> None:
     assert found.requests[0].messages == SO_FAR.messages
     with pytest.raises(WorkloadError, match=r"q.jsonl:1: no prompt among its keys \('question'"):
         read_workload(["q.csv", "q.jsonl"], column="prompt")
-    with pytest.raises(WorkloadError, match=r"--column answer: .*there are: question, prompt$"):
+    with pytest.raises(
+        WorkloadError, match=r"requests.column answer: .*there are: question, prompt$"
+    ):
         read_workload(["q.csv", "q.jsonl"], column="answer")
 
 
@@ -276,7 +278,7 @@ def test_a_conversation_goes_through_the_chat_template(
     plain = pair.encode("Be kind.\n\nOne?\n\n1.\n\nTwo?")
     assert pair.encode_request(SO_FAR, chat=False) == plain
     assert chatting.encode_request(SO_FAR, chat=False) == plain
-    needs = r"request w:1: a conversation of 4 messages needs a chat template.*--no-chat"
+    needs = r"request w:1: a conversation of 4 messages needs a chat template.*sampling.chat=false"
     with pytest.raises(WorkloadError, match=needs):
         pair.encode_request(SO_FAR, chat=True)
 
@@ -321,9 +323,7 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     asked = tuple({**m, "content": t} for m, t in zip(OPENAI, says, strict=False))
     talk = Request("t", "c", messages=asked)
     workload = Workload("w", (short, long, talk))
-    beyond = (
-        "request b: .*exceed the context of 512 of the target, as in 2 of 3 prompts; .*--overlong"
-    )
+    beyond = "request b: .*exceed the context of 512 of the target, as in 2 of 3 prompts; .*=skip"
     with pytest.raises(WorkloadError, match=beyond):
         made_to_fit(chatting, workload, options, "error")
     long_ones = f"2 of 3 prompts were longer than {room} tokens (the context of 512 of the target)"
@@ -343,7 +343,7 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     assert made_to_fit(pair, asks, options, "error") == (asks, more)
     fits = Workload("w", (short,))
     assert made_to_fit(pair, fits, options, "error") == (fits, "")
-    with pytest.raises(WorkloadError, match="--overlong skip: nothing is left"):
+    with pytest.raises(WorkloadError, match="overlong skip: nothing is left"):
         made_to_fit(pair, Workload("w", (long,)), options, "skip")
 
 

@@ -43,7 +43,7 @@ def read_workload(
             lines.append(Line(where, row, shortened(f"{called}:{n}"), path))
     if column and column not in keys:
         has = shortened(", ".join(keys)) or "none"
-        raise WorkloadError(f"--column {column}: no row has such a key; there are: {has}")
+        raise WorkloadError(f"requests.column {column}: no row has such a key; there are: {has}")
     joined = shortened("+".join(Path(path).stem for path in paths))
     return make_workload(joined, lines, turns=turns, bad_rows=bad_rows)
 

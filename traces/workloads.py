@@ -168,7 +168,8 @@ def parse_row(
     key, *unread = [key for key in PROMPTS if key in data] or [""]
     if not key:
         shown = shortened(", ".join(map(repr, data)) or "none")
-        why = f"no prompt among its keys ({shown}); expected {FORMATS}, or name one by --column"
+        name = "name one by --set requests.column=KEY"
+        why = f"no prompt among its keys ({shown}); expected {FORMATS}, or {name}"
         raise WorkloadError(f"{where}: {why}")
     asked = {key if key in ("turns", "prompt") else "messages": data[key]}
     try:
@@ -248,9 +249,8 @@ def make_workload(
             requests[free] = replace(request, id=free, source=line.source)
     first, counted = "; ".join(bad[:3]), f"{len(bad)} of {rows} rows"
     if bad and (not requests or (bad_rows == "few" and len(bad) > FEW * rows)):
-        left = (
-            "more than a quarter: --bad-rows skip leaves them out" if requests else "none is left"
-        )
+        skip = "--set requests.bad_rows=skip leaves them out"
+        left = f"more than a quarter: {skip}" if requests else "none is left"
         raise WorkloadError(f"{first}; {counted} are bad, {left}")
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")

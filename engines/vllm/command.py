@@ -60,7 +60,7 @@ def server_arguments(
     name = draft or next(iter(drafts), "ngram")
     if name != "ngram" and name not in drafts:
         has = ", ".join(spec.draft_names)
-        raise PairError(f"--draft-name {name}: pair {spec.name} has no such draft; it has: {has}")
+        raise PairError(f"--draft {name}: pair {spec.name} has no such draft; it has: {has}")
     config = json.dumps(initial_config(drafts.get(name), gamma, most))
     serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
     defaults = ("--generation-config", "vllm")  # sampling is what requests say

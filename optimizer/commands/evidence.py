@@ -35,7 +35,7 @@ def tuning_result(tuned: Tuned) -> Result:
         lines.append(
             f"{tuned.beyond['policies']} policies read distributions that were not recorded and "
             f"were not tried; of the most promising, {far['label']}, what is known says "
-            f"{far['value']:.1f} tokens/s (record more with --cover)"
+            f"{far['value']:.1f} tokens/s"
         )
     lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
     table = Table(printed, title=title, best=executed.winner)

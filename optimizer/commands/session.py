@@ -163,7 +163,9 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
 def objective_of(load: Load) -> Objective:
     """What is best under a load. Raises TraceError for goodput without a limit."""
     if load.objective == "goodput" and load.ttft is None and load.tpot is None:
-        raise TraceError("--objective goodput needs ttft or tpot: which requests are good")
+        raise TraceError(
+            "goodput needs ttft or tpot: which requests are good (load.ttft, load.tpot)"
+        )
     return Objective(load.objective, load.ttft, load.tpot)
 
 

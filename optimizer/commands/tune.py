@@ -45,7 +45,7 @@ def tune(s: Tune, talk: Talk) -> Result:
         return tune_load(s, talk)
     talk.no_effect(s, "without --arrivals", "load.")
     if s.recording and s.since:
-        raise ConfigError("give either --recording or since, not both")
+        raise ConfigError("give either --recording or --set since=AGE, not both")
     recorded = s.recording is not None or s.since is not None
     if recorded:
         talk.no_effect(s, "on a recording, whose texts are there", *DECODED)

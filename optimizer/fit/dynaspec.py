@@ -71,7 +71,7 @@ def fit_router(
     count = clusters or default_clusters(output.rows)
     if count > output.rows:
         raise PolicyError(
-            f"--clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
+            f"fit.clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
             "for at most so many"
         )
     texts = search_texts(store, recording, pair.spec, half=half)

@@ -98,7 +98,7 @@ def fit_heterospec(
         raise TraceError(
             f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} "
             f"rounds of draft {forest.draft!r}, so there is but one bin; record more requests, or "
-            "fit deeper trees (--depth)"
+            "fit deeper trees (--set fit.depth=D)"
         )
     fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
     return source.keep(

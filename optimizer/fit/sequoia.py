@@ -278,7 +278,7 @@ class _Costs(NamedTuple):
 
 
 def _costs(source: TreeSource, profile: str | None) -> _Costs:
-    otherwise = "or give --nodes N --depth D to choose by acceptance alone"
+    otherwise = "or give --set fit.nodes=N --set fit.depth=D to choose by acceptance alone"
     about, draft = source.info.options, source.trees.forest.draft
     device, dtype = str(about.get("device", "cpu")), about.get("dtype")
     pair_id, hint = source.info.pair_id, f", {otherwise}"

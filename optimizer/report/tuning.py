@@ -144,9 +144,9 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
     if spec == read_pair("demo"):
         words += ["--pair", "demo"]
     else:
-        words += ["--target", spec.target]
+        words += ["--set", f"target={spec.target}"]
         for draft, path in spec.drafts.items():
-            words += ["--draft", f"{draft}={path}"]
+            words += ["--set", f"drafts.{draft}={path}"]
     if deployment != "default":
         words += ["--deployment", deployment]
     return shlex.join(words), purpose

@@ -32,9 +32,9 @@ def verifier_in_words() -> str:
     """What the default verifier costs above temperature 0."""
     low, high = COUPLED_COSTS_CHAINS
     return (
-        "above temperature 0 the default verifier (coupled) makes chains slower than --verifier "
-        f"rejection does: by {low} to {high}% at temperature 1 on the demo pair; trees and heads "
-        "need coupled"
+        "above temperature 0 the default verifier (coupled) makes chains slower than rejection "
+        f"(--set sampling.verifier=rejection) does: by {low} to {high}% at temperature 1 on the "
+        "demo pair; trees and heads need coupled"
     )
 
 

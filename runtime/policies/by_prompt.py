@@ -71,7 +71,7 @@ def stored_chooser(policy: PromptPolicy, artifacts: Artifacts | None) -> Chooser
     def read(document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Chooser:
         if document["candidates"] != [candidate.id for candidate in policy.candidates]:
             raise PolicyError(
-                "it was fitted to choose between other policies; `fit chooser --policies ...` fits "
+                "it was fitted to choose between other policies; `fit chooser --policy ...` fits "
                 "one to these"
             )
         names = ("terms", "idf", "weights", "intercept")

@@ -185,7 +185,7 @@ def _weighed(window: AnalyticWindow | QLearningWindow, round_s: FloatArray | Non
     if round_s is None:
         raise PolicyError(
             f"window.{window.kind} needs a latency profile of this pair on this hardware and in "
-            "this dtype: run `profile` here first, with the same --device and --dtype"
+            "this dtype: run `profile` here first, with the same device and dtype"
         )
     return round_s[: window.gamma_max + 1]
 
