@@ -483,22 +483,22 @@ def test_candidates_beyond_the_recording_are_refused(
     tiny_pair: Path, tmp_path: Path, door: Door
 ) -> None:
     """As `simulate` does: their seconds are not compared in silence."""
-    deep = ("--policies", json.dumps(top_k("near", 2, 4, 8)), "--policies", PLAIN)
+    deep = ("--policy", json.dumps(top_k("near", 2, 4, 8)), "--policy", PLAIN)
     error = door.error("fit", "chooser", "--pair", tiny_pair, *deep)
     assert "trees" in error or "distributions of draft" in error
 
 
 def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
     few = what(tiny_pair, write_workload(tmp_path / "w.jsonl", 2, ("zz",)), 4)
-    near, empty = ("--policies", '{"draft": "near"}'), Door(str(tmp_path / "empty.db"))
+    near, empty = ("--policy", '{"draft": "near"}'), Door(str(tmp_path / "empty.db"))
     empty.json("record", *few)
     other = by_prompt("0123456789ab", [policy("near", 1), AUTOREGRESSIVE]).model_dump_json()
     for at, arguments, says in (
         (door, ("fit", "chooser", *near, *near), "give different policies without by_prompt"),
-        (door, ("fit", "chooser", "--policies", other), "without by_prompt"),
+        (door, ("fit", "chooser", "--policy", other), "without by_prompt"),
         (
             door,
-            ("fit", "chooser", "--policies", '{"draft": "gone"}'),
+            ("fit", "chooser", "--policy", '{"draft": "gone"}'),
             "has no draft 'gone'; it has: far, near, ngram",
         ),
         (door, ("fit", "chooser", *near, "--recording", "nothing"), "nothing"),

@@ -286,9 +286,7 @@ TREE = '{"draft": "small", "growth": {"kind": "top_k"}}'
     ("words", "said"),
     [
         (("run", "--concurrency", "2"), "the native decoder serves one"),
-        (("run", "--engine", "openvino", "--device", "cuda"), "runs on the CPU in float32"),
         (("run", "--engine", "openvino", "--stop", "x"), "is not told of stop strings"),
-        (("record", "--engine", "openvino", "--tree-width", "4"), "drafts chains alone"),
         (("run", "--engine", "openvino", "--policy", TREE), "cannot run trees"),
     ],
 )
@@ -299,6 +297,22 @@ def test_options_that_an_engine_has_not_are_refused_in_a_line(
     assert told.exit_code == 2
     assert said in told.stderr
     assert len(told.stderr.strip().splitlines()) == 1 or told.stderr.startswith("Usage")
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("run --device cuda", "(OpenVINO GenAI runs on the CPU in float32 here): --device"),
+        ("record --tree-width 4", "(--engine openvino drafts chains alone): --tree-width"),
+    ],
+)
+def test_options_without_effect_on_an_engine_are_noted(
+    tmp_path: Path, words: str, note: str
+) -> None:
+    common = "--engine openvino --pair demo --limit 1 --max-new-tokens 4 --threads 1"
+    done = Door(str(tmp_path / "x.db")).call(f"{words} {common}")
+    assert done.exit_code == 0
+    assert f"no effect {note}" in done.stderr
 
 
 def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: TraceStore) -> None:
@@ -325,7 +339,9 @@ def test_a_profile_says_what_steps_cost_that_were_never_served(
     asked = ("simulate", "--recording", recording, *three)
     assert "is not known: those recorded drafted 0 to 2" in door.error(*asked)
     profile = "profile --pair demo --threads 1 --engine"
-    done = door.call(*f"{profile} openvino --concurrency 2 --gamma-max 3 --json".split())
+    measured = "openvino --concurrency 2 --gamma-max 3 --contexts 9 --json"
+    done = door.call(f"{profile} {measured}")
+    assert "no effect on openvino, which is measured while it serves: --contexts" in done.stderr
     assert f"prompts of recording {recording}" in done.stderr
     data = json.loads(done.stdout)
     assert set(data["left_out"]) == {"head", "ngram"}
@@ -347,4 +363,3 @@ def test_a_profile_says_what_steps_cost_that_were_never_served(
         ("openvino", "complete", n, "float32") for n in (8, 24, 24)
     ]
     assert {s.batch for r in kept for s in r.steps} == {1, 2}
-    assert "leave --contexts" in door.error(*f"{profile} openvino --contexts 9".split())

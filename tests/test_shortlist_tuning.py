@@ -129,7 +129,7 @@ def test_a_corpus_is_counted_and_other_options_are_named(door: Door, tmp_path: P
         artifact = store.get_artifact(counted["artifact"])
     order = Frequencies.from_document(artifact.document, artifact.arrays)
     assert sorted(order.order.tolist()) == list(range(order.vocab))
-    assert "one draft" in door.error("fit router")
+    assert "--draft is needed" in door.error("fit router")
     assert "no such draft" in door.error("fit router --draft nothing")
     (tmp_path / "empty.txt").write_text("")
     assert "no tokens" in door.error("fit frequencies", corpus=tmp_path / "empty.txt")

@@ -78,7 +78,7 @@ def tune(s: Tune, talk: Talk) -> Result:
     result = tuning_result(tuned)
     data = {**result.data, "heads": pair.hidden_states, "report": page}
     where = f"in deployment {s.deployment}, for pair {pair.spec.name} on {pair.device.type}"
-    text = f"{result.text}\n{closing(data, where, _next(data))}"
+    text = f"{result.text}\n{closing(data, where, _next(data, s))}"
     return replace(result, text=text, data=data, failed=failed)
 
 
@@ -138,8 +138,9 @@ def _be_quick(s: Tune) -> tuple[Tune, str]:
     )
 
 
-def _next(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """What to type after a tuning, and what it is for."""
+def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
+    """What to type after a tuning, with the options that name the same place, and what it is
+    for."""
     winner, page = data["winner"]["id"], data["report"]
     look = (f"policies show {winner}", "the policy, key by key")
     then = ("run --policy active", "decodes with what is published")
