@@ -39,6 +39,8 @@ class Terminal:
         self.talk = Talk(note, self.meter, console)
 
     def __enter__(self) -> Terminal:
+        # Replay loads a model only where it has to: of its library's bars nothing may be shown.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         return self
 
     def __exit__(self, *exc: object) -> None:

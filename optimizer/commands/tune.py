@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any, Final
 
@@ -148,7 +149,10 @@ def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
         look = ("policies show active", "the published policy, and its evidence")
     elif winner != data["baselines"]["incumbent"]["id"] and not data["superseded_by"]:
         then = (f"policies activate {winner}", "publishes the winner")
-    hints = [(f"spectune {words}", why) for words, why in (look, then)]
+    place = {key: getattr(s, key) for key in ("pair", "deployment") if s.typed(key)}
+    at = "".join(f" --{k} {shlex.quote(v)}" for k, v in place.items() if isinstance(v, str))
+    door = f"spectune --db {shlex.quote(s.db)}" if s.typed("db") else "spectune"
+    hints = [(f"{door} {words}{at}", why) for words, why in (look, then)]
     if page is not None:
         hints.append(
             (page, "predicted against measured, the race, latency, what was tried: open it")
