@@ -476,7 +476,8 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
             assert store.get_policy(candidate.id).label == candidate.label()
     shown = door.call("fit", "chooser", "--pair", tiny_pair)
     assert shown.exit_code == 0
-    assert "that it was not fitted to, choosing gains" in " ".join(shown.output.split())
+    words = " ".join(shown.output.replace("│", " ").split())
+    assert "that it was not fitted to, choosing gains" in words
 
 
 def test_candidates_beyond_the_recording_are_refused(

@@ -360,7 +360,7 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
     assert "decode:" not in whole.stderr, "what is recorded is found"
     assert "never finished" not in whole.stderr
-    words = next(x for x in whole.stdout.splitlines() if x.startswith("spectune policies "))
+    words = next(x for x in whole.stdout.splitlines() if " policies show " in x)
     assert door.call(*shlex.split(words)[1:]).exit_code == 0, "what is printed can be typed"
 
 
