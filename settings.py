@@ -719,7 +719,19 @@ class Fit(OnPair, OnDevice, InPlace):
     fit: Fitting = Fitting()
 
 
-class ScheduleAdd(Decoding, InPlace):
+class Scheduled(Decoding, InPlace):
+    """What the runs of a schedule are told; stored as a document, with the pair's own."""
+
+    recorded: Duration | None = setting(None, "Tune on what was recorded in the last, e.g., 24h.")
+    engine: Literal["vllm", "openvino"] | None = setting(None, "Tune its recordings for a load.")
+    load: Load = Load()
+    search: Search = Search()
+    trees: Trees = Trees()
+    race: Race = Race()
+    fresh: bool = setting(True, "Record and profile a workload anew each time.")
+
+
+class ScheduleAdd(Scheduled):
     """Add a schedule; workers (`schedule run`) tune when it is due."""
 
     arguments = positional = ("name",)
@@ -733,12 +745,6 @@ class ScheduleAdd(Decoding, InPlace):
     cron: str = setting(..., 'Five fields, e.g. "0 3 * * *", or @hourly, @daily, @weekly.')
     tz: str = setting("UTC", "Time zone of the cron fields.")
     now: bool = setting(False, "Due at once, and then as --cron says.")
-    recorded: Duration | None = setting(None, "Tune on what was recorded in the last, e.g., 24h.")
-    engine: Literal["vllm", "openvino"] | None = setting(None, "Tune its recordings for a load.")
-    load: Load = Load()
-    search: Search = Search()
-    trees: Trees = Trees()
-    race: Race = Race()
 
 
 class ScheduleList(Settings):
@@ -956,6 +962,14 @@ def from_keywords(model: type[Settings], keywords: Mapping[str, Any]) -> dict[st
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def from_document(model: type[S], document: Mapping[str, Any], where: str) -> S:
+    """Settings that were stored as a document. Raises ConfigError."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_reason(error, model)}") from None
 
 
 def settings_of(

@@ -26,10 +26,10 @@ import spectune.optimizer.commands.tune
 from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import load_workload
-from spectune.optimizer.schedule.settings import TuneSettings
-from spectune.optimizer.schedule.tuning import tune_options
 from spectune.optimizer.tune import TuneOptions
+from spectune.settings import Scheduled, from_document
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 
@@ -371,15 +371,16 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     there: Options = {"deployment": "canary", "cron": "0 3 * * *", "tz": "Europe/Berlin"}
     how = {**law, **texts, **searched, **there, "budget": "5m"}
     added = door.json("schedule add nightly", **{**workload, **how})
-    assert tune_options(TuneSettings.read(added["settings"])) == TuneOptions(
+    read = from_document(Scheduled, added["settings"], "nightly")
+    assert read.fresh
+    assert tune_options(read) == TuneOptions(
         DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
         budget_s=300.0,
-        fresh=True,
         deployment="canary",
         **searched,
     )
     chains = door.json("schedule add chains", cron="@hourly", tree_width=0)["settings"]
-    assert (chains["tree_width"], chains["tree_depth"]) == (0, 0)
+    assert chains["trees"]["width"] == 0
     assert [s["name"] for s in door.json("schedule list")["schedules"]] == ["chains", "nightly"]
     for name in ("chains", "nightly"):
         door.json("schedule remove", name)

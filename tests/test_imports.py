@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"settings", "commands", "traces facts", "traces store"},
     "settings": {"traces facts"},
     "commands": {"commands", "settings", "optimizer", "engines", "runtime"} | STORED,
-    "optimizer": {"optimizer", "engines", "runtime"} | STORED,
+    "optimizer": {"optimizer", "settings", "engines", "runtime"} | STORED,
     "engines": {"engines", "runtime"} | STORED,
     "runtime": {"runtime"},
     "traces facts": {"traces facts"},

@@ -297,9 +297,15 @@ def removed(database: Database) -> None:
 
 
 def settings(pair: LoadedPair, workload: Path) -> dict[str, Any]:
-    searched = {"gamma_max": 5, "trials": 2, "finalists": 1, "tree_width": 0}
-    about = {"pair": pair.spec.to_json(), "device": "cpu", "workload": [str(workload)]}
-    return {**about, "max_new_tokens": 8, **searched, "budget": "3s", "fresh": True}
+    return {
+        "pair": pair.spec.to_json(),
+        "device": "cpu",
+        "workload": [str(workload)],
+        "sampling": {"max_new_tokens": 8},
+        "search": {"gamma_max": 5, "trials": 2},
+        "trees": {"width": 0},
+        "race": {"finalists": 1, "budget": "3s"},
+    }
 
 
 @pytest.mark.parametrize(

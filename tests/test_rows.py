@@ -12,7 +12,8 @@ from doors import Door
 from transformers import AutoTokenizer
 
 import spectune
-from spectune.optimizer.schedule.settings import TuneSettings
+from spectune.optimizer.from_settings import read_files
+from spectune.settings import Requests
 from spectune.traces.errors import WorkloadError
 
 PLAIN = (
@@ -193,6 +194,5 @@ def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> N
     assert len(ran.rows) == 4
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
         spectune.run("autoregressive", workload=file, db=chats.door.db, bad_rows="error", **how)
-    payload = {"pair": {}, "workload": [str(file)], "bad_rows": "error"}
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
-        TuneSettings.read(payload).load_workload()
+        read_files((str(file),), Requests(bad_rows="error"))

@@ -22,9 +22,10 @@ from waiting import eventually
 from spectune.db.database import Database, open_database
 from spectune.db.errors import UnavailableError
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.schedule import Job, ScheduleError, next_slot, parse_duration, run_worker
-from spectune.optimizer.schedule.settings import TuneSettings
+from spectune.optimizer.schedule import Job, ScheduleError, next_slot, run_worker
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS
+from spectune.settings import Scheduled, from_document
+from spectune.traces.errors import ConfigError
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -328,13 +329,6 @@ def test_a_cron_expression_fires_by_the_clock_of_its_zone(
     assert next_slot(cron, tz, begin) == slot
 
 
-def test_durations() -> None:
-    assert [parse_duration(t) for t in ("90s", " 1D12h ", "2w")] == [90, 129_600, 1_209_600]
-    for bad in ("", "5", "5x", "0s", "-1h", "1h1h", "600w"):
-        with pytest.raises(ScheduleError, match="duration"):
-            parse_duration(bad)
-
-
 BAD: list[tuple[str, str, str, str]] = [
     ("nightly", "@daily", "UTC", "there is a schedule 'nightly' already"),
     ("a b", "@daily", "UTC", "'a b' cannot name a schedule"),
@@ -356,17 +350,18 @@ def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None
     assert [s.name for s in schedules.list_schedules(database)] == ["nightly"]
 
 
-def test_settings_are_checked_when_they_are_added() -> None:
-    pair = {"target": "t", "drafts": {}}
-    assert TuneSettings.read({"pair": pair, "recorded": "24h"}).trials == 400
+def test_settings_that_a_run_reads_are_checked() -> None:
+    """By the same list as what is typed."""
+    about = {"pair": {"target": "t", "drafts": {}}, "recorded": "24h"}
+    read = from_document(Scheduled, about, "x")
+    assert (read.search.trials, read.recorded) == (400, 86_400)
     for bad, message in (
-        ({"trails": 4}, "trails: Extra inputs"),
-        ({"turns": "some"}, "turns: Input should be 'first' or 'all'"),
-        ({"budget": "5x"}, "budget: '5x' is not a duration"),
-        ({"pair": "demo"}, "pair: Input should be a valid dictionary"),
+        ({"search": {"trails": 4}}, "unknown key 'search.trails'; did you mean 'search.trials'"),
+        ({"requests": {"turns": "some"}}, "requests.turns: 'some': it should be 'first' or 'all'"),
+        ({"race": {"budget": "5x"}}, "race.budget: '5x': a time is expected"),
     ):
-        with pytest.raises(ScheduleError, match=message):
-            TuneSettings.read({"pair": pair, **bad})
+        with pytest.raises(ConfigError, match=message):
+            from_document(Scheduled, about | bad, "x")
 
 
 def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:

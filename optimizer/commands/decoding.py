@@ -16,7 +16,7 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.commands.session import Talk, deployment_for, policy_named
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload, narrowed
+from spectune.optimizer.from_settings import decode_options, narrow, read_files
 from spectune.optimizer.on_engine import check_options, prompts_of
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.checkpoints import ignored_settings
@@ -26,9 +26,8 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
-from spectune.settings import Decoded, Decoding, OnDevice, Sampling
+from spectune.settings import Decoded, Decoding, OnDevice
 from spectune.traces.errors import EngineError, WorkloadError
-from spectune.traces.schema import Sampling as Law
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
@@ -37,23 +36,13 @@ from spectune.traces.workloads import Line, make_workload
 NATIVE = "native"
 
 
-def decode_options(sampling: Sampling) -> DecodeOptions:
-    """How requests are decoded."""
-    law = Law(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
-    how = (sampling.max_new_tokens, sampling.verifier, sampling.stop, sampling.chat)
-    return DecodeOptions(law, *how)
-
-
 def read_workload(s: Decoding, spec: PairSpec, talk: Talk) -> Workload:
     """The workload meant, for a pair that is not loaded yet. Raises WorkloadError, also for a
     conversation without a chat template."""
-    r = s.requests
     if s.prompts is None:
-        how: dict[str, Any] = {"turns": r.turns, "column": r.column, "bad_rows": r.bad_rows}
-        workload = load_workload(s.workload, **how)
+        workload = read_files(s.workload, s.requests)
     else:
-        workload = _prompts(s)
-    workload = narrowed(workload, limit=r.limit, categories=r.category, limit_seed=r.seed)
+        workload = narrow(_prompts(s), s.requests)
     check_conversations(spec.target, workload.requests, chat=s.sampling.chat)
     for line in workload.notes:
         talk.tell(line)

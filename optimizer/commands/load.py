@@ -14,13 +14,13 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     Talk,
     deployment_for,
-    objective_of,
     open_store,
     pair_of,
     recording_on,
     unseen,
 )
 from spectune.optimizer.deployment import Place
+from spectune.optimizer.from_settings import objective_of
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.load_search import Trial
 from spectune.optimizer.report.words import closing

@@ -10,7 +10,6 @@ from spectune.optimizer.commands.decoding import (
     NATIVE,
     Served,
     check_engine,
-    decode_options,
     fit_to,
     load,
     plan_of,
@@ -24,6 +23,7 @@ from spectune.optimizer.commands.session import (
     pair_of,
     policy_named,
 )
+from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.inputs import recording_of, tree_size
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.processes import dask_workers

@@ -24,7 +24,6 @@ from spectune.optimizer.commands.decoding import (
     NATIVE,
     Served,
     check_engine,
-    decode_options,
     fit_to,
     load,
     plan_of,
@@ -44,6 +43,7 @@ from spectune.optimizer.commands.session import (
 )
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
+from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.generate import generate as stream
 from spectune.optimizer.inputs import outcome_json
 from spectune.optimizer.on_engine import (

@@ -11,15 +11,14 @@ from spectune.optimizer.commands.session import (
     DECODED,
     Talk,
     deployment_for,
-    objective_of,
     open_store,
     pair_of,
 )
+from spectune.optimizer.from_settings import objective_of, read_files
 from spectune.optimizer.inputs import tree_size
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
-from spectune.optimizer.schedule.settings import TuneSettings
 from spectune.runtime.pair import check_threads
-from spectune.settings import ScheduleAdd, ScheduleList, ScheduleRemove
+from spectune.settings import ScheduleAdd, Scheduled, ScheduleList, ScheduleRemove
 
 SHOWN = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
 ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
@@ -28,52 +27,30 @@ ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
 def add(s: ScheduleAdd, talk: Talk) -> Result:
     if s.recorded:
         talk.no_effect(s, "with --recorded, whose texts are there", *DECODED)
-    settings = _settings(s)
-    read = TuneSettings.read(settings)
+    settings = _scheduled(s)
     if not (s.recorded or s.engine):
-        for line in read.load_workload().notes:
+        for line in read_files(settings.workload, settings.requests).notes:
             talk.tell(line)
+    document = settings.model_dump(mode="json", exclude={"db", "target", "drafts"})
     with open_store(s, create=True) as store:
-        row = add_schedule(store.database, s.name, s.cron, settings, tz=s.tz, at_once=s.now)
+        row = add_schedule(store.database, s.name, s.cron, document, tz=s.tz, at_once=s.now)
     first = f"{row.next_at:%Y-%m-%d %H:%M:%S} UTC"
     return Result(f"schedule {s.name}: {row.cron} ({row.tz}), first at {first}", row.to_json())
 
 
-def _settings(s: ScheduleAdd) -> dict[str, Any]:
-    """What its runs are told. Raises PairError and TraceError."""
+def _scheduled(s: ScheduleAdd) -> Scheduled:
+    """What its runs are told, wherever they run. Raises PairError and TraceError."""
     check_threads(s.threads)
     if s.trees.width:
         tree_size(s.trees.width, s.trees.depth)
-    settings: dict[str, Any] = {
-        "pair": pair_of(s).to_json(),
-        **{key: getattr(s, key) for key in ("device", "dtype", "threads", "deployment")},
-        **s.sampling.model_dump(exclude={"stop"}),
-        "stop_strings": list(s.sampling.stop),
-        "trials": s.search.trials,
-        "gamma_max": s.search.gamma_max,
-        "tree_width": s.trees.width,
-        "tree_depth": s.trees.depth if s.trees.width else 0,
-        "finalists": s.race.finalists,
-        "budget": f"{s.race.budget:g}s",
-    }
-    r = s.requests
+    objective_of(s.load)
+    values = {name: getattr(s, name) for name in Scheduled.model_fields}
+    values |= {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
     if s.engine:
-        load = objective_of(s.load)
-        how: dict[str, Any] = {
-            "objective": load.kind,
-            "ttft": load.ttft_s,
-            "tpot": load.tpot_s,
-            "limit": r.limit,
-        }
-        where = {"engine": s.engine, "deployment": deployment_for(s, s.engine)}
-        return {**settings, **how, **where, "arrivals": s.load.arrivals or "recorded"}
-    if s.recorded:
-        return {**settings, "recorded": f"{s.recorded:g}s"}
+        values["deployment"] = deployment_for(s, s.engine)
     # A worker may stand in another folder.
-    files = [name if name == "demo" else str(Path(name).resolve()) for name in s.workload]
-    how = {"limit": r.limit, "limit_seed": r.seed, "categories": list(r.category)}
-    how |= {key: getattr(r, key) for key in ("column", "turns", "overlong", "bad_rows")}
-    return {**settings, **how, "workload": files or ["demo"], "fresh": True}
+    files = tuple(name if name == "demo" else str(Path(name).resolve()) for name in s.workload)
+    return Scheduled(**{**values, "workload": files or ("demo",)})
 
 
 def list_all(s: ScheduleList, talk: Talk) -> Result:

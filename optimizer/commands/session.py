@@ -20,13 +20,12 @@ from spectune.db.errors import NotFoundError
 from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
-from spectune.optimizer.simulate.load import Objective
 from spectune.runtime.checkpoints import is_checkpoint_file
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.settings import Load, OnPair, Settings
+from spectune.settings import OnPair, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError, TraceError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step
@@ -158,15 +157,6 @@ def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recor
     if engine is not None and info.engine != engine:
         raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
     return info
-
-
-def objective_of(load: Load) -> Objective:
-    """What is best under a load. Raises TraceError for goodput without a limit."""
-    if load.objective == "goodput" and load.ttft is None and load.tpot is None:
-        raise TraceError(
-            "goodput needs ttft or tpot: which requests are good (load.ttft, load.tpot)"
-        )
-    return Objective(load.objective, load.ttft, load.tpot)
 
 
 def unseen(info: Recording, number: int, talk: Talk) -> None:

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 from typing import Any, Final
 
-from spectune.optimizer.commands.decoding import decode_options, fit_to, load, read_workload
+from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.evidence import tuning_result
 from spectune.optimizer.commands.load import tune_load
 from spectune.optimizer.commands.report import page_of
@@ -19,12 +19,13 @@ from spectune.optimizer.commands.session import (
     pair_of,
 )
 from spectune.optimizer.confirm import check_sample_size
+from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import recording_of, tree_size
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune import TuneOptions, tune_recording
 from spectune.optimizer.tune import tune as tune_workload
+from spectune.optimizer.tune import tune_recording
 from spectune.runtime.pair import PairSpec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
@@ -60,7 +61,9 @@ def tune(s: Tune, talk: Talk) -> Result:
         workload = None if recorded else read_workload(s, spec, talk)
         if workload is not None:  # before the pair is loaded
             check_sample_size([r.category for r in workload.requests], publish=s.publish)
-        options = _options(s, talk)
+        if s.trees.width:
+            tree_size(s.trees.width, s.trees.depth)
+        options = tune_options(s, fresh=s.fresh, publish=s.publish, tell=talk.tell)
         pair = load(s, spec, talk)
         info = None
         if workload is not None:
@@ -81,26 +84,6 @@ def tune(s: Tune, talk: Talk) -> Result:
     where = f"in deployment {s.deployment}, for pair {pair.spec.name} on {pair.device.type}"
     text = f"{result.text}\n{closing(data, where, _next(data, s))}"
     return replace(result, text=text, data=data, failed=failed)
-
-
-def _options(s: Tune, talk: Talk) -> TuneOptions:
-    """How the tuning is done. Raises TraceError for trees that are too large."""
-    if s.trees.width:
-        tree_size(s.trees.width, s.trees.depth)
-    return TuneOptions(
-        options=decode_options(s.sampling),
-        gamma_max=s.search.gamma_max,
-        trials=s.search.trials,
-        seed=s.search.seed,
-        finalists=s.race.finalists,
-        budget_s=s.race.budget,
-        tree_width=s.trees.width,
-        tree_depth=s.trees.depth if s.trees.width else 0,
-        fresh=s.fresh,
-        publish=s.publish,
-        deployment=s.deployment,
-        tell=talk.tell,
-    )
 
 
 def _recording(store: TraceStore, spec: PairSpec, s: Tune, talk: Talk) -> Recording:

@@ -12,5 +12,4 @@ from spectune.optimizer.schedule.store import list_schedules as list_schedules
 from spectune.optimizer.schedule.store import remove_schedule as remove_schedule
 from spectune.optimizer.schedule.times import ScheduleError as ScheduleError
 from spectune.optimizer.schedule.times import next_slot as next_slot
-from spectune.optimizer.schedule.times import parse_duration as parse_duration
 from spectune.optimizer.schedule.worker import run_worker as run_worker

@@ -1,8 +1,7 @@
-"""Durations, and the moments at which a cron expression fires."""
+"""The moments at which a cron expression fires."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, tzinfo
 from difflib import get_close_matches
@@ -12,9 +11,6 @@ from cronsim import CronSim, CronSimError
 
 from spectune.traces.errors import SpectuneError
 
-UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
-LONGEST_S = 3_660 * 86_400
-"""Longest duration accepted, ten years."""
 ALIASES = {
     "@hourly": "0 * * * *",
     "@daily": "0 0 * * *",
@@ -23,24 +19,9 @@ ALIASES = {
     "@yearly": "0 0 1 1 *",
 }
 
-_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]{{1,12}}){unit})?" for unit in UNITS_S))
-
 
 class ScheduleError(SpectuneError):
-    """A schedule or a duration is malformed, unknown, or exists already."""
-
-
-def parse_duration(text: str) -> int:
-    """Returns the seconds of ``"90s"``, ``"30m"``, ``"6h"``, ``"1d12h"`` or ``"2w"``: units from
-    large to small, each at most once. Raises ScheduleError for anything else, for zero and for more
-    than ten years."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    if not match or not any(match.groups()):
-        raise ScheduleError(f"{text!r} is not a duration; write for example 30m, 6h or 1d12h")
-    seconds = sum(int(match[unit] or 0) * size for unit, size in UNITS_S.items())
-    if not 0 < seconds <= LONGEST_S:
-        raise ScheduleError(f"the duration {text!r} must be more than 0 and at most ten years")
-    return seconds
+    """A schedule is malformed, unknown, or exists already."""
 
 
 def next_slot(cron: str, tz: str, after: datetime) -> datetime:

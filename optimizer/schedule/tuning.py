@@ -7,15 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 from spectune.optimizer.bench.engine import engine_bench
-from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.from_settings import objective_of, read_files, tune_options
 from spectune.optimizer.overlong import made_to_fit
-from spectune.optimizer.schedule.settings import DECODED, SAMPLED, SEARCHED, TuneSettings
 from spectune.optimizer.schedule.store import Job
-from spectune.optimizer.schedule.times import parse_duration
 from spectune.optimizer.schedule.worker import Run
-from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune import TuneOptions, tune, tune_recording
+from spectune.optimizer.tune import tune, tune_recording
 from spectune.optimizer.tune_load import (
     ProveOptions,
     latest_traffic,
@@ -28,7 +25,7 @@ from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.schema import Sampling
+from spectune.settings import Scheduled, from_document
 from spectune.traces.store import TraceStore
 
 
@@ -55,7 +52,7 @@ def tuning_job(
         if publication is not None and "winner" in publication.evidence:
             study = publication.evidence["study"]
             return _result(publication.evidence, publication.version, page(study))
-        settings = TuneSettings.read(job.settings)
+        settings = from_document(Scheduled, job.settings, f"schedule {job.name}")
 
         def step(phase: str, done: int, total: int) -> None:
             job.check()
@@ -76,17 +73,24 @@ def tuning_job(
         pair = pairs[key]
 
         options = tune_options(
-            settings, actor="schedule", idempotency_key=job.idempotency_key, guard=job.check
+            settings,
+            fresh=settings.fresh and settings.recorded is None,
+            actor="schedule",
+            idempotency_key=job.idempotency_key,
+            guard=job.check,
         )
         with pair.torch_threads():
-            if settings.recorded:
-                window = timedelta(seconds=parse_duration(settings.recorded))
-                sampled = window, settings.sample
-                recording = gather(store, pair.id, *sampled, key=job.idempotency_key, tell=say)
+            if settings.recorded is not None:
+                window = timedelta(seconds=settings.recorded)
+                recording = gather(store, pair.id, window, key=job.idempotency_key, tell=say)
                 tuned = tune_recording(store, pair, recording, options, progress=step)
             else:
-                workload = settings.load_workload()
-                workload, _ = made_to_fit(pair, workload, options.options, settings.overlong)
+                workload, _ = made_to_fit(
+                    pair,
+                    read_files(settings.workload, settings.requests),
+                    options.options,
+                    settings.requests.overlong,
+                )
                 tuned = tune(store, pair, workload, options, progress=step)
         version = tuned.published.version if tuned.published else None
         return _result(tuned.to_json(), version, page(tuned.study))
@@ -95,17 +99,17 @@ def tuning_job(
 
 
 def _tune_engine(
-    store: TraceStore, spec: PairSpec, settings: TuneSettings, job: Job, **about: Any
+    store: TraceStore, spec: PairSpec, settings: Scheduled, job: Job, **about: Any
 ) -> Tuned:
     """Tunes what an engine recorded last for a load, on servers of its own."""
     assert settings.engine is not None
     info = latest_traffic(store, settings.engine, spec.id)
-    objective = Objective(settings.objective, settings.ttft, settings.tpot)
-    arrivals, limit = settings.arrivals or "recorded", settings.limit
+    objective = objective_of(settings.load)
+    arrivals, limit = settings.load.arrivals or "recorded", settings.requests.limit
     bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=about["tell"])
     search = search_load(store, bench, progress=about["progress"])
     options = ProveOptions(
-        budget_s=float(parse_duration(settings.budget)),
+        budget_s=settings.race.budget,
         actor="schedule",
         idempotency_key=job.idempotency_key,
         guard=job.check,
@@ -113,20 +117,6 @@ def _tune_engine(
     )
     place = place_of(store, info, settings.deployment)
     return prove_load(store, with_servers(search, spec, settings.threads), place, options)[0]
-
-
-def tune_options(settings: TuneSettings, **about: Any) -> TuneOptions:
-    """Returns the settings as a tuning takes them, and what else it is told."""
-
-    def values(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: getattr(settings, name) for name in names}
-
-    return TuneOptions(
-        options=DecodeOptions(Sampling(**values(SAMPLED)), **values(DECODED)),
-        budget_s=float(parse_duration(settings.budget)),
-        **values((*SEARCHED, "fresh", "deployment")),
-        **about,
-    )
 
 
 def _result(evidence: Mapping[str, Any], version: int | None, report: str | None) -> dict[str, Any]:
