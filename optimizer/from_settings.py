@@ -1,18 +1,13 @@
-"""What settings mean to the optimizer: a workload, how it is decoded, how a tuning is done, what is
-best under a load."""
+"""What settings mean to the optimizer: how requests are decoded, and how a tuning is done."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload, narrowed
-from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.tune import TuneOptions
-from spectune.settings import Load, Requests, Sampling, Scheduled, Tune
-from spectune.traces.errors import TraceError
+from spectune.settings import Sampling, Scheduled, Tune
 from spectune.traces.schema import Sampling as Law
-from spectune.traces.schema import Workload
 
 
 def decode_options(sampling: Sampling) -> DecodeOptions:
@@ -20,19 +15,6 @@ def decode_options(sampling: Sampling) -> DecodeOptions:
     law = Law(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
     how = (sampling.max_new_tokens, sampling.verifier, sampling.stop, sampling.chat)
     return DecodeOptions(law, *how)
-
-
-def read_files(files: tuple[str, ...], requests: Requests) -> Workload:
-    """The requests of files that are meant. Raises WorkloadError."""
-    how: dict[str, Any] = {"turns": requests.turns, "column": requests.column}
-    return narrow(load_workload(files, bad_rows=requests.bad_rows, **how), requests)
-
-
-def narrow(workload: Workload, requests: Requests) -> Workload:
-    """The requests of a workload that are meant. Raises WorkloadError where none is left."""
-    return narrowed(
-        workload, limit=requests.limit, categories=requests.category, limit_seed=requests.seed
-    )
 
 
 def tune_options(s: Tune | Scheduled, **about: Any) -> TuneOptions:
@@ -49,12 +31,3 @@ def tune_options(s: Tune | Scheduled, **about: Any) -> TuneOptions:
         deployment=s.deployment,
         **about,
     )
-
-
-def objective_of(load: Load) -> Objective:
-    """What is best under a load. Raises TraceError for goodput without a limit."""
-    if load.objective == "goodput" and load.ttft is None and load.tpot is None:
-        raise TraceError(
-            "goodput needs ttft or tpot: which requests are good (load.ttft, load.tpot)"
-        )
-    return Objective(load.objective, load.ttft, load.tpot)

@@ -18,6 +18,7 @@ from spectune.runtime.policies.document import (
     Policy,
     parse_policy,
 )
+from spectune.settings import Requests
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
 from spectune.traces.files import parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
@@ -57,6 +58,19 @@ def load_workload(
     else:
         workload = read_workload(names, turns=turns, column=column, bad_rows=bad_rows)
     return narrowed(workload, limit=limit, categories=categories, limit_seed=limit_seed)
+
+
+def read_files(files: tuple[str, ...], requests: Requests) -> Workload:
+    """The requests of files that are meant. Raises WorkloadError."""
+    how: dict[str, Any] = {"turns": requests.turns, "column": requests.column}
+    return narrow(load_workload(files, bad_rows=requests.bad_rows, **how), requests)
+
+
+def narrow(workload: Workload, requests: Requests) -> Workload:
+    """The requests of a workload that are meant. Raises WorkloadError where none is left."""
+    return narrowed(
+        workload, limit=requests.limit, categories=requests.category, limit_seed=requests.seed
+    )
 
 
 def narrowed(

@@ -12,7 +12,7 @@ from doors import Door
 from transformers import AutoTokenizer
 
 import spectune
-from spectune.optimizer.from_settings import read_files
+from spectune.optimizer.inputs import read_files
 from spectune.settings import Requests
 from spectune.traces.errors import WorkloadError
 

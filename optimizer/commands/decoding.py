@@ -16,7 +16,8 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.commands.session import Talk, deployment_for, policy_named
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.from_settings import decode_options, narrow, read_files
+from spectune.optimizer.from_settings import decode_options
+from spectune.optimizer.inputs import narrow, read_files
 from spectune.optimizer.on_engine import check_options, prompts_of
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.checkpoints import ignored_settings

@@ -20,11 +20,10 @@ from spectune.optimizer.commands.session import (
     unseen,
 )
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.from_settings import objective_of
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.load_search import Trial
 from spectune.optimizer.report.words import closing
-from spectune.optimizer.simulate.load import Objective, Served
+from spectune.optimizer.simulate.load import Objective, Served, objective_of
 from spectune.optimizer.tune_load import (
     LoadSearch,
     ProveOptions,

@@ -14,9 +14,9 @@ from spectune.optimizer.commands.session import (
     open_store,
     pair_of,
 )
-from spectune.optimizer.from_settings import objective_of, read_files
-from spectune.optimizer.inputs import tree_size
+from spectune.optimizer.inputs import read_files, tree_size
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
+from spectune.optimizer.simulate.load import objective_of
 from spectune.runtime.pair import check_threads
 from spectune.settings import ScheduleAdd, Scheduled, ScheduleList, ScheduleRemove
 

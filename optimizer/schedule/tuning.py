@@ -7,10 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 from spectune.optimizer.bench.engine import engine_bench
-from spectune.optimizer.from_settings import objective_of, read_files, tune_options
+from spectune.optimizer.from_settings import tune_options
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
+from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune import tune, tune_recording
 from spectune.optimizer.tune_load import (

@@ -13,6 +13,7 @@ import numpy as np
 from spectune.engines.protocol import Load
 from spectune.optimizer.simulate.arrivals import read_arrivals
 from spectune.optimizer.simulate.chain_tables import Index
+from spectune.settings import Load as LoadSettings
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
@@ -107,6 +108,15 @@ class Objective:
             return 1 / max(served.mean_tpot_s, 1e-9)
         figure = served.goodput(self) if self.kind == "goodput" else served.tokens_per_s
         return max(figure, 0.5 / max(served.seconds, 1e-9))
+
+
+def objective_of(load: LoadSettings) -> Objective:
+    """What is best under a load, by its settings. Raises TraceError for goodput without a limit."""
+    if load.objective == "goodput" and load.ttft is None and load.tpot is None:
+        raise TraceError(
+            "goodput needs ttft or tpot: which requests are good (load.ttft, load.tpot)"
+        )
+    return Objective(load.objective, load.ttft, load.tpot)
 
 
 @dataclass(frozen=True, eq=False)
