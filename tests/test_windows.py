@@ -386,18 +386,18 @@ def test_running_sums_do_not_drift() -> None:
     assert content(long.state) == content(short.state)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"kind": "analytic", "estimator": "ratio", "gamma_max": 4},
-        {"kind": "analytic", "estimator": "exact", "gamma_max": 4},
-        {"kind": "q_learning", "reward": "speed", "gamma_max": 4},
-    ],
-    ids=name_of,
-)
-def test_a_tree_that_is_extended_counts_as_one_of_the_longest_window(
-    document: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("estimator", ["ratio", "exact"])
+def test_levels_that_heterospec_adds_are_evidence_like_any_other(estimator: str) -> None:
+    document = {"kind": "analytic", "estimator": estimator, "gamma_max": 4}
+    machine, plain = Machine(document), Analytic(window_of(document))
+    for drafted, accepted in ((7, 2), (7, 0), (4, 4), (64, 9), (7, 7), (3, 1), (7, 5), (7, 6)):
+        machine.advance(drafted, accepted, 0)
+        plain.observe(drafted, accepted, 0)
+        assert machine.gamma in plain.allowed()
+
+
+def test_a_speed_of_an_extended_tree_is_that_of_the_longest_window() -> None:
+    document = {"kind": "q_learning", "reward": "speed", "gamma_max": 4}
     extended, longest = Machine(document), Machine(document)
     for accepted in (2, 0, 4, 1, 4, 0, 3):
         extended.advance(7, accepted, 0)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from spectune.runtime.policies.blocks import (
+    GAMMA_LIMIT,
     AdaptiveWindow,
     Artifact,
     Gamma,
@@ -130,12 +131,12 @@ def cache_fsm(gamma: int, num_drafted: int, num_accepted: int, num_cached: int) 
 
 
 class History(NamedTuple):
-    """The last rounds and what is summed over them. ``drafted`` and ``accepted`` int64 [history]
-    are a ring, in which an empty slot reads as a round that drafted nothing; ``sums`` int64 [3]:
-    the slot of the next round; accepted tokens; rounds that drafted anything. ``evidence`` int64
-    [n] sums what :func:`expected_acceptances` has for each round."""
+    """The last rounds and what is summed over them. ``rows`` and ``accepted`` int64 [history] are a
+    ring: each round's row of :func:`expected_acceptances` and its accepted tokens, in which an
+    empty slot reads as a round that drafted nothing. ``sums`` int64 [3]: the slot of the next
+    round; accepted tokens; rounds that drafted anything. ``evidence`` int64 [n] sums the rows."""
 
-    drafted: IntArray
+    rows: IntArray
     accepted: IntArray
     sums: IntArray
     evidence: IntArray
@@ -144,7 +145,7 @@ class History(NamedTuple):
 @compiled(inline=True)
 def forget(history: History) -> None:
     """Empties a history, in place."""
-    history.drafted[:] = 0
+    history.rows[:] = 0
     history.accepted[:] = 0
     history.sums[:] = 0
     history.evidence[:] = 0
@@ -159,35 +160,35 @@ def analytic(
 
     Beta-hat itself is not computed. It exceeds a beta iff more tokens were accepted than the
     estimator expects there, and at given costs the argmax is a staircase in beta: the window is the
-    number of steps exceeded. Levels by which HeteroSpec went beyond the window do not count."""
-    num_drafted = min(num_drafted, limits.gamma_max)
-    num_accepted = min(num_accepted, num_drafted)
-    sums, slot = history.sums, history.sums[0]
-    gone, gone_accepted = history.drafted[slot], history.accepted[slot]
-    history.drafted[slot], history.accepted[slot] = num_drafted, num_accepted
-    sums[0] = 0 if slot + 1 == len(history.drafted) else slot + 1
+    number of steps exceeded."""
+    sums, evidence, slot = history.sums, history.evidence, history.sums[0]
+    row = num_drafted if num_accepted == num_drafted else num_drafted + GAMMA_LIMIT
+    gone_row, gone_accepted = history.rows[slot], history.accepted[slot]
+    history.rows[slot], history.accepted[slot] = row, num_accepted
+    sums[0] = 0 if slot + 1 == len(history.rows) else slot + 1
     sums[1] += num_accepted - gone_accepted
-    sums[2] += int(num_drafted > 0) - int(gone > 0)
-    rejected, gone_rejected = int(num_accepted < num_drafted), int(gone_accepted < gone)
-    above = 0
-    for k in range(len(history.evidence)):
-        history.evidence[k] += expected[rejected, num_drafted, k] - expected[gone_rejected, gone, k]
-        above += int(sums[1] * EVIDENCE_SCALE > history.evidence[k])
+    sums[2] += int(row > 0) - int(gone_row > 0)
+    accepted, above = sums[1] * EVIDENCE_SCALE, 0  # read once: evidence is written below
+    for k in range(len(evidence)):
+        evidence[k] += expected[row, k] - expected[gone_row, k]
+        above += int(accepted > evidence[k])
     return limits.gamma_min + above if sums[2] > 0 else limits.first
 
 
 def expected_acceptances(window: AnalyticWindow, round_s: FloatArray) -> IntArray:
     """What a round adds to the accepted tokens expected at each of the n betas of
-    :func:`window_thresholds`: int64 [2, gamma_max + 1, n] by whether a token was rejected and by
-    drafted tokens, in units of 1 / :data:`EVIDENCE_SCALE`. By equation 2, beta-hat exceeds beta
-    where sum V exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the
-    mean of equation 10."""
+    :func:`window_thresholds`, in units of 1 / :data:`EVIDENCE_SCALE`: int64 [1 + 2 * GAMMA_LIMIT,
+    n]. Row g is of g drafted tokens (HeteroSpec drafts beyond the window), all accepted, row
+    GAMMA_LIMIT + g of g of which one was rejected. By equation 2, beta-hat exceeds beta where sum V
+    exceeds beta / (1 - beta) for each rejection; by equation 11 where it exceeds the mean of
+    equation 10."""
     betas = window_thresholds(round_s, window.gamma_min, window.acc_max)
-    expected = np.zeros((2, window.gamma_max + 1, len(betas)))
+    expected = np.zeros((1 + 2 * GAMMA_LIMIT, len(betas)))
     if window.estimator == "ratio":
-        expected[1] = betas / (1.0 - betas)
+        expected[1 + GAMMA_LIMIT :] = betas / (1.0 - betas)
     else:
-        expected[:] = truncated_excess(window.gamma_max, betas).T
+        excess = truncated_excess(GAMMA_LIMIT, betas).T
+        expected[:] = np.concatenate((excess, excess[1:]))
     return np.round(expected * EVIDENCE_SCALE).astype(np.int64)
 
 

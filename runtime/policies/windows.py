@@ -72,7 +72,7 @@ class CompiledWindow(NamedTuple):
     carries: bool = False
     reads_cache: bool = False
     history: int = 0
-    expected: npt.NDArray[np.int64] = np.zeros((2, 1, 0), np.int64)
+    expected: npt.NDArray[np.int64] = np.zeros((1, 0), np.int64)
     q_learning: on_the_fly.QLearningRule = _NO_LEARNING
     q: FloatArray = np.zeros((0, 1))
 
@@ -110,7 +110,8 @@ def advance(
     num_accepted: int,
     num_cached: int = 0,
 ) -> None:
-    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= gamma_max."""
+    """Learns, in place, from one round with 0 <= num_accepted <= num_drafted <= GAMMA_LIMIT (as
+    HeteroSpec drafts beyond the window)."""
     kind, limits, gamma = window.kind, window.limits, int(state.gamma[0])
     if kind == FIXED:
         return
@@ -133,7 +134,7 @@ def advance(
 
 def init_state(window: CompiledWindow) -> WindowState:
     """A new session's state, ready for its first request."""
-    sizes = window.history, window.history, 3, window.expected.shape[2]
+    sizes = window.history, window.history, 3, window.expected.shape[1]
     history = on_the_fly.History(*(np.zeros(size, np.int64) for size in sizes))
     learner = on_the_fly.Learner(np.zeros(1, on_the_fly.LEARNED), window.q.copy())
     state = WindowState(np.array([window.limits.first]), history, learner)
