@@ -64,7 +64,7 @@ def record_setting(
     if policy.is_tree:
         tree = compile_tree(policy, sampled=sampled, artifacts=artifacts)
         gamma_max, width = 1, tree.width
-        growth = RecordedGrowth(tree, len(tree.static) or max(DEPTH, policy.depth_max))
+        growth = RecordedGrowth(tree, max(DEPTH, policy.depth_max))
     missing = {*store.missing_panoramas(recording, name, gamma_max, width)} & {*ordinals}
     if not missing:
         return 0

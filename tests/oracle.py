@@ -17,7 +17,7 @@ from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, 
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.stops import should_stop
 from spectune.runtime.session import Sessions
-from spectune.runtime.trees.draft import grow
+from spectune.runtime.trees.draft import GrownTree, grow
 from spectune.runtime.trees.grow import Codes, Growing
 from spectune.runtime.verification import accept
 from spectune.traces.errors import TraceError
@@ -94,7 +94,9 @@ class TraceBackend:
 
     def begin(self, request: DecodeRequest, prepared: Plan) -> None:
         self._sampling = request.sampling
-        self._at, self._lag = 0, 1
+        # A head reads from the second token on.
+        reads = self.trees is None or self.trees.forest.shared or len(request.prompt_ids) > 1
+        self._at, self._lag = 0, int(reads)
 
     def _codes(self, start: int, j: int, reads: bool) -> tuple[int, int, int]:
         """(agreement, -log q code, entropy code) of the j-th proposal of the chain from ``start``;
@@ -117,6 +119,8 @@ class TraceBackend:
         return agree, int(trie.logp[node, 0]), int(trie.entropy[node])
 
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted:
+        if not self._lag:
+            return Drafted(0, 0, 0, [], GrownTree())
         if self.trees is not None:
             source = _RecordedTree(self.trees, self._at)
             tree = grow(prepared.rule(self._sampling), gamma, limit, source)

@@ -5,11 +5,25 @@ from __future__ import annotations
 
 import pytest
 from pairs import chain, top_k
-from recorded_texts import SAMPLINGS, alternating, decoded_again, plain_texts, same_rounds
+from recorded_texts import (
+    SAMPLINGS,
+    alternating,
+    decoded_again,
+    plain_texts,
+    same_rounds,
+    shape,
+)
 from synthetic import flat_profile
 from test_heads import _eagle1, _eagle3_without_lm_head, _eagle31, pair_with_heads
 from test_lossless import PROMPTS
-from test_tree_parity import replayed_exactly, tree_policies, two_texts
+from test_tree_parity import (
+    artifacts,
+    plain_rounds,
+    readable,
+    replayed_exactly,
+    tree_policies,
+    two_texts,
+)
 
 from spectune.optimizer.execute import DecodeOptions, encode, run
 from spectune.optimizer.simulate.replay import run_replay
@@ -119,12 +133,17 @@ def test_a_head_takes_over_in_the_middle_of_a_text(pair: LoadedPair, sampling: S
 
 
 def test_a_prompt_of_one_token_has_nothing_for_a_head_to_read(pair: LoadedPair) -> None:
-    policy = parse_policy(chain("head", 3))
-    decoder = Decoder(pair, StaticSource(prepare(policy, pair.draft_names)))
-    request = decoder.request(Request("one", "c", "f"), [70], Sampling(), 12)
-    steps = decoder.decode(request).steps
-    assert steps[0].drafted == 0
-    assert all(s.drafted > 0 for s in steps[1:-1])
+    (text,) = plain_texts(pair, {"one": "f"}, Sampling(), 12)
+    assert len(text.prompt_ids) == 1
+    trees = [record_panorama(pair, text, "head", 4, WIDTH, DEPTH)]
+    trace = readable(pair, [text], "head", trees)
+    for document in (chain("head", 3), top_k("head", 3, 4, 8)):
+        policy = parse_policy(document)
+        replayed = run_replay(trace, policy, per_round=True)
+        steps = same_rounds(pair, policy, replayed, [text])
+        assert [shape(s) for s in steps] == plain_rounds(trace, policy, artifacts("head"))[0]
+        assert steps[0].drafted == steps[0].lag == 0
+        assert all(s.drafted > 0 for s in steps[1:-1])
 
 
 def test_the_rejection_verifier_refuses_heads_and_trees(pair: LoadedPair) -> None:

@@ -24,6 +24,8 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import BINS, FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.fr_spec import Frequencies
+from spectune.runtime.policies.rules import compile_shortlist, compile_tree
+from spectune.runtime.recording.panoramas import RecordedGrowth, record_shortlisted
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked, TraceStore
@@ -141,6 +143,26 @@ def test_replay_is_what_is_executed(
             if not whole.is_tree:
                 differ += run_replay(trace, whole, artifacts=find).total != replayed.total
     assert differ > 0
+
+
+def test_a_static_tree_is_recorded_no_deeper_than_its_levels(
+    store: TraceStore, pair: LoadedPair, recordings: list[str], artifacts: dict[str, str]
+) -> None:
+    text = store.load(recordings[0], ()).trajectories[0]
+    growth = {"kind": "static", "paths": [[0], [1], [0, 0], [0, 0, 1]]}
+    block = shortlist("frequency", artifacts, "near")
+    policy = parse_policy({"draft": "near", "growth": growth, "shortlist": block})
+    find = fitted(store, pair.id)
+    rule = compile_shortlist(policy, find)
+    tree = compile_tree(policy, sampled=False, artifacts=find)
+    assert rule is not None
+    exact, deeper = (
+        record_shortlisted(pair, text, rule, "near/x", 1, 2, RecordedGrowth(tree, depth)).trie
+        for depth in (3, 8)
+    )
+    assert len(exact.parent) > 0
+    assert np.array_equal(exact.parent, deeper.parent)
+    assert np.array_equal(exact.tokens, deeper.tokens)
 
 
 def test_what_was_not_recorded_is_said(

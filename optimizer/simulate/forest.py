@@ -131,7 +131,7 @@ def tabulate_growth(
             f"recording holds {forest.width}: "
             f"`record --resume ID --tree-width {rule.width}` widens it"
         )
-    depth = min(depth, len(rule.static)) if rule.static else depth
+    depth = rule.levels(depth)
     table = GrowthTable.empty(len(forest.root), depth)
     for one, starts in rules:
         tree, scratch = Growing(one, depth).tree, Scratch.of(one, depth)
@@ -151,7 +151,7 @@ def lacking_nodes(
     """
     lacking = [np.zeros((2, 0), np.int64)]
     for rule, starts in rules:
-        levels = min(depth, len(rule.static)) if rule.static else depth
+        levels = rule.levels(depth)
         for at in range(0, len(starts), GROWN_TOGETHER):
             some = starts[at : at + GROWN_TOGETHER]
             growing, front = Growing(rule, levels, len(some)), forest.root[some][:, None]

@@ -90,10 +90,11 @@ def replay_trees(
         length, budget = texts.offsets[r + 1] - begin, texts.budgets[r]
         context = texts.prompts[r] - 1
         reset(window, state)
-        start, lag, total = 0, 1, NOTHING
+        # A head reads from the second token on: after a prompt of one there is nothing to read.
+        start, lag, total = 0, (0 if limits.rereads and context == 0 else 1), NOTHING
         while start < length:
             s, limit = begin + start, budget - start - 1
-            gamma = max(0, min(int(state.gamma[0]), limit))
+            gamma = max(0, min(int(state.gamma[0]), limit)) if lag > 0 else 0
             levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
             if gamma > 0:
                 stop, end, wanted = int(stops[s]), int(growth.end[s]), min(gamma, limits.static)

@@ -308,8 +308,9 @@ class _Recorder(RecordedText):
 
     def _grow(self, growth: RecordedGrowth, starts: np.ndarray, budgets: np.ndarray) -> None:
         """Runs a growth level by level."""
-        growing, front = Growing(growth.rule, growth.depth, len(starts)), starts[:, None]
-        for level in range(1, 1 + growth.depth):
+        depth = growth.rule.levels(growth.depth)
+        growing, front = Growing(growth.rule, depth, len(starts)), starts[:, None]
+        for level in range(1, 1 + depth):
             growing.add_from(Codes(*(self.columns[x] for x in Codes._fields)), front)
             trees = growing.trees
             place, above, rank = (
@@ -318,7 +319,7 @@ class _Recorder(RecordedText):
             )
             # The distributions of this frontier are read only if another level follows within the
             # growth and the token budget.
-            live = (place != NONE) & (budgets > level)[:, None] & (level < growth.depth)
+            live = (place != NONE) & (budgets > level)[:, None] & (level < depth)
             parent = np.take_along_axis(front, above, 1)
             key = np.where(live, parent * self.width + rank, -1)
             keys = np.unique(key)

@@ -137,6 +137,10 @@ class TreeRule:
             _padded([x.expanded for x in self.static]),
         )
 
+    def levels(self, depth: int) -> int:
+        """Levels of a tree that may have ``depth``: a static one has no more than it lists."""
+        return min(depth, len(self.static)) if self.static else depth
+
     def places(self, level: int) -> int:
         """Candidates of a level, counted from 1."""
         if self.static:
