@@ -74,41 +74,30 @@ def parser_of(about: str | None) -> argparse.ArgumentParser:
     )
 
 
-def known(name: str) -> Document:
-    """The figures of ``bench/results/NAME.json``; none where there is no such file."""
-    path = RESULTS / f"{name}.json"
-    found: Document = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def keep(name: str, found: Document, folder: Path = RESULTS) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+def keep(name: str, figures: Document, folder: Path = RESULTS) -> None:
+    """Writes ``bench/results/NAME.json``."""
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def run_parts(
     about: str | None,
     name: str,
-    parts: Mapping[str, Callable[..., Any]],
+    parts: Mapping[str, Callable[[bool], Any]],
     arguments: Sequence[str],
-    versions: Callable[[], Mapping[str, str]] = dict,
-    **options: Any,
 ) -> None:
-    """A measurement of parts, ``--only`` some of them, whose figures are added to those that are
-    stored. ``options`` (default by name) are given to each part; with ``quick`` nothing is stored.
-    ``versions``: of what else the figures were measured in."""
+    """A measurement of parts, ``--only`` some of them, each given whether it is to be ``--quick``:
+    then nothing is stored, else the figures are added to those of ``bench/results/NAME.json``."""
     parser = parser_of(about)
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
-    for option, default in options.items():
-        how = {"action": "store_true"} if default is False else {"type": int, "default": default}
-        parser.add_argument(f"--{option}", **how)
-    given = vars(parser.parse_args(arguments))
-    figures = known(name)
-    for part in given.pop("only"):
-        figures[part] = parts[part](**given)
+    parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
+    options = parser.parse_args(arguments)
+    path = RESULTS / f"{name}.json"
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    for part in options.only:
+        figures[part] = parts[part](options.quick)
         print(json.dumps(figures[part]), flush=True)
-    figures["environment"] = {**environment(), **versions()}
-    if not given.get("quick"):
+    figures["environment"] = environment()
+    if not options.quick:
         keep(name, figures)
 
 

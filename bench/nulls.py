@@ -186,4 +186,4 @@ def real(quick: bool) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     simulated = {"nulls": partial(of_sizes, 1000, 1.0), "power": partial(of_sizes, 300, 1.05)}
-    run_parts(__doc__, "nulls", {**simulated, "real": real}, arguments, quick=False)
+    run_parts(__doc__, "nulls", {**simulated, "real": real}, arguments)

@@ -149,4 +149,4 @@ def _rates(loaded: LoadedRecording, draft: str, sampling: Sampling) -> dict[str,
 
 
 def main(arguments: Sequence[str]) -> None:
-    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, arguments, quick=False)
+    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, arguments)
