@@ -2,7 +2,8 @@
 each other core, with the pair loaded once more; or this process and the workers of a Dask cluster.
 
 Threads would not do: passes of a small model are so short that Python between them, one thread at a
-time, is most of it.
+time, is most of it. Replays are not shared: all of a tuning take less than a process does to start,
+and both grow with the requests that are recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from joblib import cpu_count
 from joblib.externals.loky import get_reusable_executor
@@ -29,23 +30,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PATIENCE_S = 20.0
-"""Work of so many seconds is shared with other processes: to start one takes several, most of it
-imports."""
+"""Work of so many seconds is shared: to start a process takes several, most of it imports."""
 IDLE_S = 60
 """After so many seconds without work another process ends."""
 CONNECT_S = 10
 """How long a Dask scheduler is waited for, and its first worker."""
 
 _cluster: ContextVar[tuple[Executor, int] | None] = ContextVar("_cluster", default=None)
-
-
-class _PairKey(NamedTuple):
-    """A pair as another process loads it."""
-
-    spec: PairSpec
-    id: str
-    device: str
-    dtype: str
 
 
 @contextmanager
@@ -62,30 +53,39 @@ def dask_workers(address: str | None) -> Iterator[None]:
         from distributed.comm import CommClosedError
     except ImportError:
         raise SpectuneError("workers need Dask: `pip install distributed`") from None
+    where = f"workers {address}"
     try:
-        client = Client(address, timeout=CONNECT_S)
-    except (OSError, ValueError) as error:
-        raise SpectuneError(
-            f"workers {address}: no Dask scheduler answers there ({error}); `dask scheduler` "
-            "starts one"
-        ) from None
-    with client:
-        try:
+        with Client(address, timeout=CONNECT_S) as client:
             client.wait_for_workers(1, timeout=CONNECT_S)
-            cluster = client.get_executor(pure=False), sum(client.nthreads().values())
-            token = _cluster.set(cluster)
+            token = _cluster.set((client.get_executor(pure=False), sum(client.nthreads().values())))
             try:
                 yield
             finally:
                 _cluster.reset(token)
-        except TimeoutError:
-            raise SpectuneError(
-                f"workers {address}: it has no workers; `dask worker {address}` starts one"
-            ) from None
-        except KilledWorker:
-            raise SpectuneError("workers were killed by the same work (is memory short?)") from None
-        except (FutureCancelledError, CommClosedError):
-            raise SpectuneError("the Dask scheduler is gone; run the command again") from None
+    except (KilledWorker, FutureCancelledError, CommClosedError) as error:
+        raise SpectuneError(f"{where}: lost while at work ({error}); run it again") from None
+    except (OSError, ValueError) as error:
+        raise SpectuneError(
+            f"{where}: no Dask scheduler with workers answers there ({error}); `dask scheduler` "
+            "and `dask worker` start them"
+        ) from None
+
+
+class _PairKey(NamedTuple):
+    """A pair as another process loads it."""
+
+    spec: PairSpec
+    id: str
+    device: str
+    dtype: str
+
+
+_loaded: dict[_PairKey, LoadedPair] = {}
+"""A worker's pair."""
+_lock = threading.Lock()
+"""Of a worker's threads one works at a time, as a pair's passes are made for one."""
+_helped_until: dict[_PairKey, float] = {}
+"""When this machine's helpers of a pair ended their last work."""
 
 
 def on_every_core(
@@ -95,8 +95,9 @@ def on_every_core(
     depends on its arguments alone.
 
     ``items``, ``count`` of them, may be made while they are drawn. Processes of this machine help
-    where cores would be idle and what remains would take more than ``PATIENCE_S``. Results are the
-    same: each is computed by one thread either way. Raises SpectuneError where one is killed.
+    where cores would be idle and what remains would take more than ``PATIENCE_S``, or they are
+    there already. Results are the same: each is computed by one thread either way. Raises
+    SpectuneError where one is killed.
     """
     dtype = str(pair.target.dtype).removeprefix("torch.")
     key = _PairKey(pair.spec, pair.id, pair.device.type, dtype)
@@ -108,12 +109,13 @@ def on_every_core(
     try:
         for item in items:
             remaining_s = seconds / max(1, done) * (count - done)
-            if executor is None and is_small and helpers and remaining_s > PATIENCE_S:
+            is_warm = time.monotonic() < _helped_until.get(key, -IDLE_S) + IDLE_S / 2
+            if executor is None and is_small and helpers and (remaining_s > PATIENCE_S or is_warm):
                 start = {"initializer": _begin, "initargs": (key,), "timeout": IDLE_S}
                 executor = get_reusable_executor(helpers, **start)
             # The next item is there when one is done.
             if executor and sum(not future.done() for future in waiting) < 2 * helpers:
-                waiting.append(_submit(executor, _apply, key, work, item))
+                waiting.append(executor.submit(_apply, key, work, item))
             else:
                 began = time.perf_counter()
                 waiting.append(Future())
@@ -123,7 +125,10 @@ def on_every_core(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        if executor and not _cluster.get():
+            _helped_until[key] = time.monotonic()
     except BrokenExecutor as error:
+        _helped_until.clear()
         raise SpectuneError(
             "a helper process was killed (is memory short?); what was stored is safe, run the "
             "command again"
@@ -131,11 +136,6 @@ def on_every_core(
     finally:
         for future in waiting:
             future.cancel()
-
-
-_loaded: dict[_PairKey, LoadedPair] = {}
-_lock = threading.Lock()
-"""Of a worker's threads one works at a time, as a pair's passes are made for one."""
 
 
 def _begin(key: _PairKey) -> None:
@@ -146,17 +146,7 @@ def _begin(key: _PairKey) -> None:
     _pair(key)
 
 
-def _submit(executor: Executor, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Ctrl-C reaches every process of a terminal, and one that starts here would say so while it
-    still loads: it inherits that the signal is blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return executor.submit(call, *arguments)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _apply(key: _PairKey, work: Callable[[LoadedPair, Any], Result], item: Any) -> Result:
+def _apply(key: _PairKey, work: Callable[[LoadedPair, Item], Result], item: Item) -> Result:
     with _lock:
         pair = _pair(key)
         with pair.torch_threads():
@@ -170,8 +160,7 @@ def _pair(key: _PairKey) -> LoadedPair:
         pair = load_pair(key.spec, device=key.device, dtype=key.dtype, threads=1)
         if pair.id != key.id:
             raise PairError(
-                f"a worker has other weights at {key.spec.target} or its drafts: pair {pair.id}, "
-                f"not {key.id}"
+                f"a worker has other weights at {key.spec.target}: not those of {key.id}"
             )
         _loaded[key] = pair
     return _loaded[key]

@@ -17,10 +17,9 @@ import sqlalchemy as sa
 from databases import opened
 from distributed import Client, LocalCluster
 from doors import Door, write_workload
-from joblib.externals.loky import ProcessPoolExecutor
 
 from spectune.optimizer import processes
-from spectune.optimizer.processes import _submit, dask_workers, on_every_core
+from spectune.optimizer.processes import dask_workers, on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
 from spectune.traces.tables import Panorama
@@ -42,8 +41,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One helper beside this process, whatever machine this is; it stays from test to test."""
+    """One helper beside this process, whatever machine this is; it stays from test to test, and a
+    test does not know it yet."""
     monkeypatch.setattr(processes, "cpu_count", lambda: 2)
+    monkeypatch.setattr(processes, "_helped_until", {})
 
 
 def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
@@ -75,6 +76,9 @@ def test_results_come_in_order_from_this_process_and_others(
     others = {who for _, who in first} - {os.getpid()}
     assert len(others) == 1
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
+    monkeypatch.setattr(processes, "PATIENCE_S", 1e9)
+    third = {who for _, who in on_every_core(pair, squared, range(9), 9)}
+    assert third == {os.getpid(), *others}, "who is there helps with little"
 
 
 def test_errors_arrive_and_what_is_left_early_is_dropped(
@@ -130,14 +134,6 @@ def test_a_killed_helper_is_said_and_replaced(
     assert {who for _, who in first} - {os.getpid()}, "another one works"
 
 
-def test_a_process_that_begins_hears_no_interrupt() -> None:
-    """It would print a traceback while it still imports; here the signal is heard as before."""
-    with ProcessPoolExecutor(1) as pool:
-        there = _submit(pool, signal.pthread_sigmask, signal.SIG_BLOCK, ())
-        assert signal.SIGINT in there.result()
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
 # --- a Dask cluster
 
 
@@ -177,8 +173,8 @@ def test_a_cluster_that_cannot_be_used_is_said(
     recorded: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "CONNECT_S", 0.5)
-    asked = ("record", "--pair", recorded.pair, "--resume", "latest", *TREES, "--workers")
-    assert "no Dask scheduler answers there" in recorded.refused(*asked, "tcp://127.0.0.1:9")
-    assert "missing port number in address 'two'" in recorded.call(*asked, "two").output
+    command = ("record", "--pair", recorded.pair, "--resume", "latest", *TREES, "--workers")
+    assert "no Dask scheduler" in recorded.refused(*command, "tcp://127.0.0.1:9")
+    assert "missing port number in address 'two'" in recorded.call(*command, "two").output
     monkeypatch.setitem(sys.modules, "distributed", None)
-    assert "`pip install distributed`" in recorded.refused(*asked, "tcp://127.0.0.1:9")
+    assert "`pip install distributed`" in recorded.refused(*command, "tcp://127.0.0.1:9")
