@@ -70,8 +70,8 @@ def history(database: Database, name: str, *, limit: int = 50) -> list[Attempt]:
     """Returns the latest attempts of a schedule that ended, newest first. Raises ScheduleError for
     an unknown name."""
     with database.read() as session:
-        own = Attempt.schedule_id == _get(session, name).id
-        query = select(Attempt).where(own).order_by(Attempt.id.desc()).limit(limit)
+        of_schedule = Attempt.schedule_id == _get(session, name).id
+        query = select(Attempt).where(of_schedule).order_by(Attempt.id.desc()).limit(limit)
         return list(session.scalars(query))
 
 
@@ -151,19 +151,31 @@ class Job:
         self, outcome: str, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> bool:
         """Appends to the history how the attempt ended. A ``released`` one may be claimed again at
-        once, and counts as an attempt where it has an error. Returns False, and nothing changes,
-        where the job is no longer this claim's."""
+        once. Returns False, and nothing changes, where the job is no longer this claim's."""
         with self.database.write() as session:
             now = self.database.now(session)
-            ended = _ended(self, now, outcome, result, error)
-            values: dict[str, Any] = {"slot": None, "lease_owner": None, "lease_until": None}
+            values = {"slot": None, "lease_owner": None, "lease_until": None}
             if outcome == "released":
-                attempts = self.attempt if error else self.attempt - 1
-                values = {"lease_owner": None, "lease_until": now, "attempt": attempts}
-            if not self._swap(session, last=_last(ended), **values):
+                values = {"lease_owner": None, "lease_until": now}
+            attempt = self._ended(now, outcome, result, error)
+            if not self._swap(session, last=_last(attempt), **values):
                 return False
-            session.add(ended)
+            session.add(attempt)
             return True
+
+    def _ended(
+        self, at: datetime, outcome: str, result: Mapping[str, Any] | None, error: str | None
+    ) -> Attempt:
+        return Attempt(
+            schedule_id=self.schedule_id,
+            slot=self.slot,
+            attempt=self.attempt,
+            worker=self.worker,
+            ended_at=at,
+            outcome=outcome,
+            result=None if result is None else dict(result),
+            error=error,
+        )
 
 
 def claim(
@@ -191,32 +203,22 @@ def claim(
                 row.next_at = next_slot(row.cron, row.tz, now or clock)
             elif row.lease_owner is not None:
                 error = f"worker {row.lease_owner} went silent"
-                ended = _ended(_job(database, row), clock, "lost", None, error)
-                session.add(ended)
-                row.last = _last(ended)
-                if row.attempt >= MAX_ATTEMPTS:
-                    row.slot = row.lease_owner = row.lease_until = None
-                    session.flush()
-                    continue
+                lost = _job(database, row)._ended(clock, "lost", None, error)
+                session.add(lost)
+                row.last = _last(lost)
+            if row.attempt >= MAX_ATTEMPTS:
+                row.slot = row.lease_owner = row.lease_until = None
+                session.flush()
+                continue
             row.attempt, row.claims, row.lease_owner = row.attempt + 1, row.claims + 1, worker
             row.lease_until = clock + timedelta(seconds=lease_s)
             session.flush()
             return _job(database, row)
 
 
-def _ended(
-    job: Job, at: datetime, outcome: str, result: Mapping[str, Any] | None, error: str | None
-) -> Attempt:
-    about = {"schedule_id": job.schedule_id, "slot": job.slot, "attempt": job.attempt}
-    kept = None if result is None else dict(result)
-    return Attempt(
-        **about, worker=job.worker, ended_at=at, outcome=outcome, result=kept, error=error
-    )
-
-
-def _last(ended: Attempt) -> dict[str, Any]:
+def _last(attempt: Attempt) -> dict[str, Any]:
     """What a schedule shows of its newest attempt."""
-    return {k: v for k, v in ended.to_json().items() if k not in ("id", "schedule_id")}
+    return {k: v for k, v in attempt.to_json().items() if k not in ("id", "schedule_id")}
 
 
 def _job(database: Database, row: Schedule) -> Job:

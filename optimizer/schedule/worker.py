@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -42,11 +42,6 @@ Watch = Callable[[Job, str, Mapping[str, Any] | None, str | None], None]
 log = logging.getLogger("spectune.schedule")
 
 
-class HandBack(KeyboardInterrupt):
-    """Raised in a job function by a second signal. Not an Exception, so that no handler swallows
-    it."""
-
-
 def run_worker(
     database: Database,
     run: Run,
@@ -62,15 +57,15 @@ def run_worker(
     """Runs what is due until SIGINT, SIGTERM or ``stop``, or ``once`` until nothing is due; returns
     how many attempts were done, failed, lost and released.
 
-    The first signal lets the job at hand finish, the second hands it back at once. Slots are due by
-    ``clock``, the database's by default. A database that goes away later is waited for; one that
-    cannot be used at the start raises DatabaseError.
+    The first signal lets the job at hand finish, the second hands it back and raises
+    KeyboardInterrupt. Slots are due by ``clock``, the database's by default. A database that goes
+    away later is waited for; one that cannot be used at the start raises DatabaseError.
     """
     # Process ids come back, and two containers may share a host name.
     owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     stop, has_begun, is_away = stop or threading.Event(), False, False
     outcomes = Counter[str](done=0, failed=0, lost=0, released=0)
-    with suppress(HandBack), _signals(stop):
+    with _stop_on_signals(stop):
         while not stop.is_set():
             try:
                 job = claim(database, owner, lease_s=lease_s, now=clock() if clock else None)
@@ -99,24 +94,21 @@ def _attempt(job: Job, run: Run, lease_s: float, stop: threading.Event, watch: W
     error: str | None = None
     with _heartbeat(job, lease_s):
         try:
-            try:
-                result, outcome = run(job), "done"
-            except LeaseLostError:
-                outcome = "lost"
-            except (SpectuneError, DatabaseError) as failure:
-                is_tried_again = isinstance(failure, UnavailableError)
-                is_tried_again = is_tried_again and job.attempt < MAX_ATTEMPTS
-                outcome, error = "released" if is_tried_again else "failed", str(failure)
-            except Exception as failure:
+            result, outcome = run(job), "done"
+        except LeaseLostError:
+            outcome = "lost"
+        except Exception as failure:
+            is_expected = isinstance(failure, (SpectuneError, DatabaseError))
+            error = str(failure) if is_expected else f"{type(failure).__name__}: {failure}"
+            if not is_expected:
                 log.exception("schedule %s failed", job.name)
-                outcome, error = "failed", f"{type(failure).__name__}: {failure}"
-        except BaseException as interrupt:
-            outcome = _end(job, "released")
-            if not isinstance(interrupt, HandBack):
-                raise
-            stop.set()
-        else:
-            outcome = outcome if outcome == "lost" else _end(job, outcome, result, error)
+            is_away = isinstance(failure, UnavailableError) and job.attempt < MAX_ATTEMPTS
+            outcome = "released" if is_away else "failed"
+        except BaseException:
+            _end(job, "released")
+            raise
+        if outcome != "lost":
+            outcome = _end(job, outcome, result, error)
     watch(job, outcome, result, error)
     return outcome
 
@@ -160,13 +152,14 @@ def _heartbeat(job: Job, lease_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
-    """Turns SIGINT and SIGTERM into ``stop``, a second one into HandBack, in the main thread."""
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Turns the first SIGINT or SIGTERM into ``stop``, in the main thread; the next one raises
+    KeyboardInterrupt."""
 
-    def on_signal(number: int, _frame: object) -> None:
-        if stop.is_set():
-            raise HandBack
+    def on_signal(number: int, frame: object) -> None:
         stop.set()
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
         name = signal.Signals(number).name
         log.warning("%s: finishing the job at hand, if any; once more to hand it back", name)
 
