@@ -31,7 +31,7 @@ from spectune.engines.protocol import Load, Prompt, Running
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
 from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.race import Comparison
@@ -48,6 +48,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
+from spectune.settings import Requests
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Recording
@@ -152,7 +153,7 @@ def requests(
 ) -> Workload:
     """Requests of the demo workload, all categories in turn or one, cut to ``letters`` for pairs of
     short contexts."""
-    workload = load_workload(["demo"], categories=[category] if category else None)
+    workload = read_files(["demo"], Requests(category=(category,) if category else ()))
     found = workload.requests[skip : skip + limit]
     if letters is not None:
         found = tuple(replace(r, prompt=r.prompt[:letters]) for r in found)

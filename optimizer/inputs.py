@@ -24,7 +24,9 @@ from spectune.traces.files import parse_json, read_json
 from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
-from spectune.traces.workloads import BadRows, Line, Turns, make_workload, take
+from spectune.traces.workloads import Line, make_workload, take
+
+ALL_REQUESTS = Requests()
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
@@ -32,66 +34,38 @@ if TYPE_CHECKING:
     from spectune.traces.tables import Publication, Recording, StoredPolicy
 
 
-def load_workload(
-    names: Sequence[str],
-    *,
-    turns: Turns | None = None,
-    limit: int | None = None,
-    categories: Sequence[str] = (),
-    column: str | None = None,
-    limit_seed: int = 0,
-    bad_rows: BadRows = "few",
-) -> Workload:
-    """``demo``, or files read as one workload; ``turns`` says what is made of
-    requests that have several, ``column`` where the prompts are, ``bad_rows`` what is done about
-    rows that are none. Of ``limit`` requests :func:`traces.workloads.take` says which.
+def read_files(files: Sequence[str], requests: Requests = ALL_REQUESTS) -> Workload:
+    """Returns ``demo``, or files read as one workload: those of its requests that are meant.
 
     Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several
-    turns and ``turns`` is None.
+    turns and ``requests.turns`` is None.
     """
-    if list(names) == ["demo"] or not names:
+    if list(files) == ["demo"] or not files:
         workload = make_workload(
             "demo", (Line(f"demo:{i}", line) for i, line in enumerate(demo_workload()))
         )
-    elif "demo" in names:
+    elif "demo" in files:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
     else:
-        workload = read_workload(names, turns=turns, column=column, bad_rows=bad_rows)
-    return narrowed(workload, limit=limit, categories=categories, limit_seed=limit_seed)
-
-
-def read_files(files: tuple[str, ...], requests: Requests) -> Workload:
-    """The requests of files that are meant. Raises WorkloadError."""
-    how: dict[str, Any] = {"turns": requests.turns, "column": requests.column}
-    return narrow(load_workload(files, bad_rows=requests.bad_rows, **how), requests)
+        workload = read_workload(
+            files, turns=requests.turns, column=requests.column, bad_rows=requests.bad_rows
+        )
+    return narrow(workload, requests)
 
 
 def narrow(workload: Workload, requests: Requests) -> Workload:
-    """The requests of a workload that are meant. Raises WorkloadError where none is left."""
-    return narrowed(
-        workload, limit=requests.limit, categories=requests.category, limit_seed=requests.seed
-    )
-
-
-def narrowed(
-    workload: Workload,
-    *,
-    limit: int | None = None,
-    categories: Sequence[str] = (),
-    limit_seed: int = 0,
-) -> Workload:
-    """The requests of some categories (all where none is named), ``limit`` of them as
-    :func:`traces.workloads.take` draws them. Raises WorkloadError where nothing is left."""
-    if categories:
-        kept = tuple(r for r in workload.requests if r.category in categories)
-        if not kept:
-            known = ", ".join(sorted({r.category for r in workload.requests}))
+    """Returns the requests of some categories (all where none is named), ``limit`` of them as
+    :func:`traces.workloads.take` draws them. Raises WorkloadError where none is left."""
+    if requests.category:
+        chosen = tuple(r for r in workload.requests if r.category in requests.category)
+        if not chosen:
+            categories = ", ".join(sorted({r.category for r in workload.requests}))
             raise WorkloadError(
-                f"category {', '.join(categories)}: no such category in {workload.name}; it has: "
-                f"{known}"
+                f"category {', '.join(requests.category)}: no such category in {workload.name}; it "
+                f"has: {categories}"
             )
-        workload = replace(workload, requests=kept)
-    return take(workload, limit, seed=limit_seed)
+        workload = replace(workload, requests=chosen)
+    return take(workload, requests.limit, seed=requests.seed)
 
 
 def recording_of(store: TraceStore, name: str, spec: PairSpec) -> Recording:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import WorkloadError
-from spectune.traces.schema import Request, Workload
+from spectune.traces.schema import Workload
 
 Overlong = Literal["error", "skip", "truncate"]
 
@@ -24,9 +24,8 @@ def made_to_fit(
     """(the workload, its overlong prompts left out or cut; a line on that, or nothing). What limits
     is the context of the target and of the ``drafts`` that are used (None: all).
 
-    What is cut is a prompt's beginning, as what is continued stands at the end; of a conversation
-    first whole messages after the system's. Raises WorkloadError for ``error``, where nothing is
-    left, and where no prompt has room.
+    What is cut is a prompt's beginning, as what is continued stands at the end. Raises
+    WorkloadError for ``error``, where nothing is left, and where no prompt has room.
     """
     context = pair.context(drafts)
     room = context.positions - options.max_new_tokens
@@ -50,11 +49,13 @@ def made_to_fit(
             f"{context}, as in {counted}; lower --max-new-tokens, or leave them out or cut them by "
             "--set requests.overlong=skip or =truncate"
         )
-    requests = [
-        r if sizes[r.id] <= rooms[r.id] else _cut(pair, r, options.chat, rooms[r.id])
-        for r in workload.requests
-        if overlong == "truncate" or sizes[r.id] <= rooms[r.id]
-    ]
+    requests = []
+    for request in workload.requests:
+        if sizes[request.id] <= rooms[request.id]:
+            requests.append(request)
+        elif overlong == "truncate":
+            ids = pair.encode_request(request, chat=options.chat)[-rooms[request.id] :]
+            requests.append(replace(request, prompt="", messages=(), ids=tuple(ids)))
     if not requests:
         raise WorkloadError(
             f"requests.overlong skip: nothing is left, {counted} are longer than {room} tokens"
@@ -62,23 +63,3 @@ def made_to_fit(
     how = "left out" if overlong == "skip" else "cut at their beginning"
     cut = f"{counted} were longer than {room} tokens ({context}) and were {how}"
     return replace(workload, requests=tuple(requests)), f"{cut}; {line}" if line else cut
-
-
-def _cut(pair: TextCodec, request: Request, chat: bool, room: int) -> Request:
-    """The request with fewer messages, or where one is too long, its last token ids."""
-    ids = pair.encode_request(request, chat=chat)
-    for shorter in _fewer_messages(request):
-        ids = pair.encode_request(shorter, chat=chat)
-        if len(ids) <= room:
-            return shorter
-    return replace(request, prompt="", messages=(), ids=tuple(ids[-room:]))
-
-
-def _fewer_messages(request: Request) -> Iterator[Request]:
-    """The conversation without what came before each later message of the user's; the system's
-    first one stays."""
-    messages = request.messages
-    first = 1 if messages and messages[0]["role"] == "system" else 0
-    for n, message in enumerate(messages):
-        if message["role"] == "user" and n > first:
-            yield replace(request, messages=(*messages[:first], *messages[n:]))

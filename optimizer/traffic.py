@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -23,20 +22,20 @@ SAMPLE = 200
 Tell = Callable[[str], None]
 
 
-def alike(requests: Sequence[Recorded], tell: Tell = lambda line: None) -> list[Recorded]:
-    """Those of one temperature, filters and verifier, as a policy is tuned for: the most common, of
-    equals the latest. Where there are others ``tell`` is called with a line on that."""
+def of_one_sampling(requests: Sequence[Recorded], tell: Tell = lambda line: None) -> list[Recorded]:
+    """Returns the requests of one temperature, filters and verifier, as a policy is tuned for: the
+    most common, of equals the latest. Calls ``tell`` with a line on that where there are others."""
     numbers = Counter(_decoded_by(r) for r in reversed(requests))
-    how, number = numbers.most_common(1)[0]
-    found = [r for r in requests if _decoded_by(r) == how]
+    sampling, number = numbers.most_common(1)[0]
+    chosen = [r for r in requests if _decoded_by(r) == sampling]
     if number < len(requests):
-        said = tuned_for(found[-1].sampling, found[-1].verifier).items()
-        shown = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in said)
+        settings = tuned_for(chosen[-1].sampling, chosen[-1].verifier).items()
+        shown = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in settings)
         tell(
             f"recorded traffic has {len(numbers)} samplings; this takes the most common, {shown}: "
             f"{number} of {len(requests)} requests"
         )
-    return found
+    return chosen
 
 
 def traffic_since(
@@ -51,22 +50,22 @@ def traffic_since(
     """What the pair and the engine of a recording decoded ``since`` a moment, of whatever
     recording, as one in memory, oldest first, with the panoramas of ``drafts``. Raises TraceError
     where that is nothing."""
-    same = {i.id for i in store.list_recordings(info.pair_id) if i.engine == info.engine}
-    recorded = [r for r in store.recorded_since(info.pair_id, since) if r.recording in same]
+    names = {i.id for i in store.list_recordings(info.pair_id) if i.engine == info.engine}
+    recorded = [r for r in store.recorded_since(info.pair_id, since) if r.recording in names]
     if not recorded:
         raise TraceError(
             f"nothing was recorded with pair {info.pair_id} on {info.engine} since "
             f"{since:%Y-%m-%d %H:%M} UTC"
         )
-    found = [(r.recording, r.ordinal) for r in alike(recorded, tell)]
+    keys = [(r.recording, r.ordinal) for r in of_one_sampling(recorded, tell)]
     requests: dict[tuple[str, int], RecordedRequest] = {}
     skipped: list[Skipped] = []
-    for name, of in groupby(sorted(found), itemgetter(0)):
-        ordinals = [ordinal for _, ordinal in of]
+    for name, group in groupby(sorted(keys), itemgetter(0)):
+        ordinals = [ordinal for _, ordinal in group]
         part = store.load(name, drafts, ordinals=ordinals, skip_corrupted=skip_corrupted)
         requests |= {(name, request.ordinal): request for request in part.requests}
         skipped += part.skipped
-    in_order = tuple(requests[key] for key in found if key in requests)
+    in_order = tuple(requests[key] for key in keys if key in requests)
     return LoadedRecording(info, in_order, tuple(skipped))
 
 
@@ -80,7 +79,7 @@ def gather(
     tell: Tell = lambda line: None,
 ) -> str:
     """Stores a recording of what a pair decoded within ``window``, a random sample of the requests
-    that are :func:`alike`, with their rounds and panoramas; its id.
+    that are :func:`of_one_sampling`, with their rounds and panoramas; its id.
 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
     nothing was recorded, or only what an engine sampled, which nothing decodes again here.
@@ -102,35 +101,32 @@ def gather(
             f"nothing was recorded with pair {pair_id} in the last {window}; run `record`, or `run "
             "--record`"
         )
-    found = alike(ours, tell)
-    latest = found[-1]
-    picked = sorted(np.random.default_rng(0).permutation(len(found))[:sample].tolist())
+    chosen = of_one_sampling(ours, tell)
+    latest = chosen[-1]
+    picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:sample].tolist())
     items: dict[tuple[str, bytes], Appended] = {}
     panoramas = []
     damaged: list[Skipped] = []
     for ordinal, index in enumerate(picked):
-        source, at = found[index][:2]
+        source, at = chosen[index][:2]
         for request in store.iterate(source, ordinals=[at], steps=True, skipped=damaged):
             content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
             if content not in items:
                 items[content] = (ordinal, request.trajectory, request.steps)
                 panoramas += [(ordinal, panorama) for panorama in request.panoramas.values()]
-    for one in damaged:
-        panorama = f"the panorama of draft {one.draft!r} of " if one.draft else ""
-        tell(f"left out: {panorama}request {one.ordinal} of {one.recording}: {one.problem}")
+    for chunk in damaged:
+        panorama = f"the panorama of draft {chunk.draft!r} of " if chunk.draft else ""
+        tell(f"left out: {panorama}request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
     if not items:
         raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
-    said = store.get_recording(latest.recording).options
-    options: dict[str, Any] = {
-        k: said[k] for k in ("stop_strings", "chat", "dtype", "device") if k in said
-    }
+    options = {**store.get_recording(latest.recording).options, "gathered": key}
     most = max(text.max_new_tokens for _, text, _ in items.values())
-    how = latest.sampling, most, latest.verifier, {**options, "gathered": key}
-    made = store.create_recording(Asked(pair_id, None, *how, source="gathered"))
-    store.append_trajectories(made.id, list(items.values()))
-    store.put_panoramas(made.id, panoramas)
-    store.finish_recording(made.id)
-    return made.id
+    asked = Asked(pair_id, None, latest.sampling, most, latest.verifier, options, source="gathered")
+    info = store.create_recording(asked)
+    store.append_trajectories(info.id, list(items.values()))
+    store.put_panoramas(info.id, panoramas)
+    store.finish_recording(info.id)
+    return info.id
 
 
 def _decoded_by(request: Recorded) -> tuple[object, ...]:

@@ -35,9 +35,10 @@ from trace_values import (
 
 from spectune.cli import main
 from spectune.db.errors import DatabaseError
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.plan import prepare
+from spectune.settings import Requests
 from spectune.traces.errors import SpectuneError
 
 FULL = os.environ.get("SPECTUNE_BORDERS") == "full"
@@ -282,7 +283,9 @@ def test_workloads_of_any_lines(
     file = tmp_path_factory.getbasetemp() / "workload.jsonl"
     file.write_bytes(b"\n".join(lines))
     with border():
-        workload = load_workload([str(file)], turns=turns, limit=limit, categories=categories)
+        workload = read_files(
+            [str(file)], Requests(turns=turns, limit=limit, category=tuple(categories))
+        )
         for request in workload.requests:
             assert request.messages or request.prompt.strip()
             assert "\0" not in request.id + request.category, "PostgreSQL stores no NUL"

@@ -29,7 +29,8 @@ from test_docs import PAGES, blocks
 from spectune import api, settings
 from spectune.cli import main
 from spectune.optimizer.commands.session import write_text
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
+from spectune.settings import Requests
 from spectune.traces.errors import ConfigError, SpectuneError, WorkloadError
 
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
@@ -335,10 +336,10 @@ def test_several_turns_are_a_choice_and_never_dropped_in_silence(door: Door) -> 
     rows = [{"id": "a", "turns": ["one"]}, {"id": "b", "turns": ["first", "second", "third"]}]
     write_lines("chats.jsonl", rows)
     with pytest.raises(WorkloadError, match=r"chats\.jsonl:2: 3 turns.*requests.turns=all"):
-        load_workload(["chats.jsonl"])
+        read_files(["chats.jsonl"])
 
     def prompts(turns: Any) -> list[str]:
-        return [r.prompt for r in load_workload(["chats.jsonl"], turns=turns).requests]
+        return [r.prompt for r in read_files(["chats.jsonl"], Requests(turns=turns)).requests]
 
     assert prompts("first") == ["one", "first"]
     assert prompts("all") == ["one", "first", "second", "third"]

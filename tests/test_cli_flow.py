@@ -27,9 +27,9 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.from_settings import tune_options
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions
-from spectune.settings import Scheduled, from_document
+from spectune.settings import Requests, Scheduled, from_document
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 
@@ -136,7 +136,7 @@ def test_simulate_and_run_agree_on_every_round(
     assert executed["latency"]["requests"] == 6
     assert set(executed["by_category"]) == {"a", "b"}
     outputs = lines(folder / "o.jsonl")
-    drawn = load_workload([str(folder / "work.jsonl")], limit=6)
+    drawn = read_files([str(folder / "work.jsonl")], Requests(limit=6))
     assert [o["id"] for o in outputs] == [r.id for r in drawn.requests]
     assert all(o.keys() == {"id", "token_ids", "text"} for o in outputs)
     texts = folder / "texts.jsonl"

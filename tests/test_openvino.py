@@ -22,7 +22,7 @@ from spectune.engines.openvino_model import model_folder
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.on_engine import outcome_on, prompts_of, record_on
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.replay_trace import Replay
@@ -31,6 +31,7 @@ from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.text_codec import load_codec
+from spectune.settings import Requests
 from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
@@ -44,7 +45,7 @@ fixed = partial(policy, "small")
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    return load_workload(["demo"], limit=8)
+    return read_files(["demo"], Requests(limit=8))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import spectune
 import spectune.optimizer.commands.tune
 from spectune.db.errors import DatabaseError
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import ConfigError, PairError, WorkloadError
 
@@ -125,7 +125,7 @@ def test_prompts_of_every_kind_are_narrowed(
     monkeypatch.chdir(tmp_path)
     lines = [{"id": f"{c}{n}", "category": c, "prompt": f"{c} {n}"} for c in "ab" for n in range(3)]
     write_lines("w.jsonl", lines)
-    whole = load_workload(["w.jsonl"])
+    whole = read_files(["w.jsonl"])
     how: dict[str, Any] = {"pair": pair, "max_new_tokens": 1}
     texts = ({"prompts": whole}, {"workload": Path("w.jsonl")}, {"prompts": lines})
     for prompts in texts:

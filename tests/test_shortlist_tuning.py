@@ -18,7 +18,7 @@ from synthetic import flat_profile, over_rows, with_terms
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.dynaspec import cluster
 from spectune.optimizer.fit.shared import one_half, search_texts
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
@@ -67,7 +67,7 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
     """Where the head dominates, chains alone included, at least 8 settings of every kind are tried
     and one is executed; where it does not, nothing is fitted. Fits saw one half of the texts of the
     search part."""
-    workload = load_workload([str(write_workload(tmp_path / "w.jsonl", 16))])
+    workload = read_files([str(write_workload(tmp_path / "w.jsonl", 16))])
     rows = pair.models["near"].output.rows
     width, depth = trees
     options = TuneOptions(

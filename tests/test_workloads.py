@@ -20,9 +20,10 @@ import pytest
 from trace_values import a_trajectory
 
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.loading import LoadedPair
+from spectune.settings import Requests
 from spectune.traces.errors import WorkloadError
 from spectune.traces.sanity import checked, repeats
 from spectune.traces.schema import Request, Tokens, Workload
@@ -244,18 +245,18 @@ def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
             for n in range(count)
         ]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    drawn = load_workload(["long", "short"], limit=20)
+    drawn = read_files(["long", "short"], Requests(limit=20))
     assert Counter((r.source, r.category) for r in drawn.requests) == {
         ("long", "a"): 11, ("long", "b"): 6, ("short", "a"): 2, ("short", "rare"): 1
     }  # fmt: skip
-    whole = load_workload(["long", "short"])
+    whole = read_files(["long", "short"])
     places = [whole.requests.index(r) for r in drawn.requests]
     assert places == sorted(places), "in the workload's order"
     sets = [set(take(whole, n).requests) for n in range(1, 101)]
     assert all(less < more for less, more in itertools.pairwise(sets)), "a larger limit adds"
     assert {r.category for r in sets[3]} == {"a", "b", "rare"}
-    assert load_workload(["long", "short"], limit=20) == drawn
-    other = load_workload(["long", "short"], limit=20, limit_seed=1)
+    assert read_files(["long", "short"], Requests(limit=20)) == drawn
+    other = read_files(["long", "short"], Requests(limit=20, seed=1))
     assert (other == drawn, len(other.requests)) == (False, 20)
 
 
@@ -333,7 +334,7 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     assert said == f"{long_ones} and were cut at their beginning"
     assert kept.requests[0] == short
     assert kept.requests[1].ids == tuple(chatting.encode_request(long, chat=True)[-room:])
-    assert kept.requests[2] == replace(talk, messages=(asked[0], asked[3]))
+    assert kept.requests[2].ids == tuple(chatting.encode_request(talk, chat=True)[-room:])
     ids, own = replace(short, id="i", ids=(7,) * 600), replace(long, id="o", max_new_tokens=8)
     kept, said = made_to_fit(chatting, Workload("w", (ids, own)), options, "truncate")
     assert kept.requests[0].ids == (7,) * room

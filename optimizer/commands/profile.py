@@ -15,7 +15,7 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, open_store, pair_of
 from spectune.optimizer.engine_profile import Design, profile_engine, step_table
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import load_workload, recording_of
+from spectune.optimizer.inputs import read_files, recording_of
 from spectune.optimizer.on_engine import prompts_of
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.record import texts_to_profile, whole_texts
@@ -23,7 +23,7 @@ from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile
 from spectune.runtime.text_codec import load_codec
-from spectune.settings import Profile
+from spectune.settings import Profile, Requests
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Trajectory
 
@@ -172,7 +172,7 @@ def _prompts(
         recording = recording_of(store, recording, spec).id
     name, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
-        demo = load_workload(["demo"], limit=MOST_PROMPTS)
+        demo = read_files(["demo"], Requests(limit=MOST_PROMPTS))
         return prompts_of(load_codec(spec), demo, DecodeOptions()), "the workload `demo`"
     spread = np.unique(np.linspace(0, len(texts) - 1, MOST_PROMPTS).astype(int))
     prompts = [Prompt("", texts[i].category, tuple(texts[i].prompt_ids.tolist())) for i in spread]
