@@ -4,19 +4,16 @@ memory, as a CUDA graph does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
-from pairs import chain, fixed, make_pair, top_k
-from recorded_texts import Looked, asked, shape, store_of
+from pairs import chain, make_pair, top_k
+from recorded_texts import Looked, asked, shape
 from test_heads import _eagle1, _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts
@@ -24,12 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
-from spectune.optimizer.serving import ready_plan
-from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda import graphs
 from spectune.runtime.cuda.graphs import (
     CudaRecorder,
-    Shape,
     graphs_enabled,
     prepare_graphs,
     use_graphs,
@@ -41,8 +35,6 @@ from spectune.runtime.models import Kind, Outputs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.profiling.experiment import cells_of
-from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
 
 TOKENS = 16
@@ -234,13 +226,6 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
         assert seen(rounds) == seen(going(twins.plain, source, sampling)), policy.label()
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
-        if policy.speculates and policy.draft != "ngram":
-            draft = twins.fast.models[policy.draft]
-            steps = [r.step.draft_steps for r in rounds if r.step.draft_steps]
-            phases = source.prepared.phases  # what follows the first pass is one sequence, or a few
-            assert all(phase.captured for phase in phases.values())
-            assert phases or not any(r.tree is not None for r in rounds)
-            assert sum(draft.graphs.replayed.values()) == (len(steps) if phases else sum(steps))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("draft", ["near", "eagle3"])
@@ -272,86 +257,6 @@ def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
         assert {kind.output for _, kind in model.graphs.replayed} == {"states"}  # type: ignore[union-attr]
 
 
-LAGS = {1, 2, 4, 8, 16, 32, 48, 64}
-IDS, LOGITS = Kind("ids"), Kind("logits")
-
-
-@pytest.mark.parametrize(
-    ("document", "of_target", "of_draft"),
-    [
-        (chain("near", 4), {IDS: {1, 2, 4, 8}}, {IDS: LAGS}),
-        (chain("near", 0), {IDS: {1}}, {}),
-        (
-            chain("near", 2, stop={"kind": "max_prob", "threshold": 0.3}),
-            {IDS: {1, 2, 4}},
-            {LOGITS: LAGS},
-        ),
-        (
-            top_k("near", 3, 2, 5),
-            {IDS: {1}, Kind("ids", causal=False): {1, 2, 4, 8}},
-            {LOGITS: LAGS},
-        ),
-        (
-            chain("eagle3", 2),
-            {IDS: {1}, Kind("ids", causal=False): {1, 2, 4}},
-            {LOGITS: LAGS},
-        ),
-    ],
-    ids=["chain", "no draft", "stop", "tree", "head"],
-)
-def test_no_more_is_captured_than_rounds_can_need(
-    twins: Twins,
-    document: dict[str, Any],
-    of_target: dict[Kind, set[int]],
-    of_draft: dict[Kind, set[int]],
-) -> None:
-    twins.forget()
-    twins.fast.reserve(60)
-    plan = prepare(parse_policy(document), twins.fast.draft_names)
-    prepare_graphs(twins.fast, plan, sampling=GREEDY)
-    for model, expected in (
-        (twins.fast.target, of_target),
-        (twins.fast.models[document["draft"]], of_draft),
-    ):
-        assert model.graphs is not None
-        shapes = {Shape(n, kind) for kind, rungs in expected.items() for n in rungs}
-        assert model.graphs.shapes == shapes
-
-
-@pytest.mark.parametrize(
-    ("window", "last_levels"),
-    [(fixed(8), {8}), (Q_LEARNING | {"gamma_max": 7}, {1, 2, 3, 4, 6, 7})],
-    ids=["fixed", "q_learning"],
-)
-@both
-def test_a_few_depths_of_trees_are_captured(
-    twins: Twins,
-    window: dict[str, Any],
-    last_levels: set[int],
-    sampling: Sampling,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Trees of other depths replay what is a little longer, to the same texts and rounds."""
-    twins.forget()
-    twins.fast.reserve(100)
-    policy = parse_policy(top_k("near", 3, 1, 12) | {"window": window})
-    plan, draft = prepare(policy, twins.fast.draft_names), twins.fast.drafts["near"]
-    prepare_graphs(twins.fast, plan, sampling=sampling)
-    (phase,) = plan.phases.values()
-    assert {last for _, last, _ in phase.captured} == last_levels
-    forward, levels = draft.forward, list[int]()
-
-    def counted(tokens: Tokens, **options: Any) -> Any:
-        levels.extend(() if tokens.mask is None else [len(tokens.ids)])
-        return forward(tokens, **options)
-
-    monkeypatch.setattr(draft, "forward", counted)
-    source = StaticSource(plan)
-    rounds = [seen(going(pair, source, sampling)) for pair in (twins.plain, twins.fast)]
-    assert rounds[0] == rounds[1]
-    assert not levels
-
-
 def test_the_rejection_verifier_replays_what_it_needs(twins: Twins) -> None:
     """Chains that a stop ends are grown on the host, which reads their distributions."""
     twins.forget()
@@ -362,23 +267,6 @@ def test_the_rejection_verifier_replays_what_it_needs(twins: Twins) -> None:
         rounds.append(seen(going(pair, StaticSource(plan), HOT, verifier="rejection")))
     assert rounds[0] == rounds[1]
     assert twins.missed() == {}
-    assert not plan.phases
-    assert Shape(1, Kind(causal=False)) in twins.fast.drafts["near"].graphs.shapes  # type: ignore[union-attr]
-
-
-def test_requests_are_captured_for_as_they_are_sampled(twins: Twins) -> None:
-    """Each for its own sampling; a policy made aside for the last few."""
-    twins.forget()
-    policy = parse_policy(top_k("near", 3, 2, 6))
-    temperatures = [0.5, 0.6, 0.7, 0.8, 0.9, 0.5]
-    for temperature in temperatures:
-        plan = prepare(policy, twins.fast.draft_names)
-        list(going(twins.fast, StaticSource(plan), Sampling(temperature=temperature, seed=3)))
-        assert [sampling.temperature for _, sampling in plan.phases] == [temperature]
-    aside = prepare_for(twins.fast, policy)
-    assert [sampling.temperature for _, sampling in aside.phases] == [0.7, 0.8, 0.9, 0.5]
-    list(going(twins.fast, StaticSource(aside), Sampling(temperature=0.6)))
-    assert [sampling.temperature for _, sampling in aside.phases] == [0.8, 0.9, 0.5, 0.6]
 
 
 def test_texts_of_any_length_are_captured_for_once(tmp_path: Path) -> None:
@@ -419,7 +307,7 @@ def test_a_cache_that_grows_forgets_captured_passes(tmp_path: Path) -> None:
     ids = torch.arange(5, 10)
     logits = [pair.target.chain(ids, 0, logits=5)[0] for pair in (twins.fast, twins.plain)]
     assert torch.equal(*logits)
-    assert target.graphs.eager[5, LOGITS] == 1
+    assert target.graphs.eager[5, Kind("logits")] == 1
 
 
 def swapped(first: Plan, make: Callable[[], Plan], at: int) -> Looked:
@@ -529,24 +417,6 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     assert fresh.missed() == {}
 
 
-@both
-def test_cells_of_an_experiment_draft_by_their_own_rules(twins: Twins, sampling: Sampling) -> None:
-    """Those of a profile whose trees grow as one policy's do but for some rules."""
-    twins.forget()
-    cells = [cells_of(pair, 4, trees=True)["near"] for pair in (twins.plain, twins.fast)]
-    grown = 0
-    for plain, fast in zip(*cells, strict=True):
-        if fast.kind.growth == "classifier" or fast.kind.blocks:
-            rounds = (
-                seen(going(pair, StaticSource(cell.plan), sampling))
-                for pair, cell in ((twins.plain, plain), (twins.fast, fast))
-            )
-            assert next(rounds) == next(rounds), fast.kind
-            grown += 1
-    assert grown >= 4
-    assert twins.missed() == {}
-
-
 def test_a_pass_that_cannot_be_captured_runs_eagerly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -563,48 +433,6 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(
     assert fresh.fast.target.graphs.replayed
 
 
-def test_a_pass_whose_kernels_do_not_fit_runs_eagerly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever the error that is told, even without a word."""
-
-    class OutOfResources(Exception):
-        """As a compiler has its own."""
-
-    def fails(_: Callable[[], Outputs]) -> Any:
-        raise OutOfResources
-
-    fresh = Twins(make_pair(tmp_path))
-    monkeypatch.setattr(fresh.recorder, "capture", fails)
-    fresh.agree(parse_policy(top_k("near", 3, 3, 8)), HOT)
-    assert caplog.messages == [
-        f"{name}: passes run without CUDA graphs: OutOfResources" for name in ("target", "near")
-    ]
-
-
-def test_nothing_is_captured_for_a_policy_that_the_verifier_refuses(
-    twins: Twins, tmp_path: Path
-) -> None:
-    twins.forget()
-    twins.fast.reserve(60)
-    prepare_graphs(twins.fast, prepare(Policy(), twins.fast.draft_names), sampling=HOT)
-    before = twins.recorder.captured
-    cases = (
-        (top_k("near", 3, 3, 8), "the rejection verifier is for chains"),
-        (
-            chain("eagle3", 3),
-            "draft 'eagle3' is a head",
-        ),
-    )
-    with store_of(twins.fast, tmp_path) as store:
-        for document, says in cases:
-            with pytest.raises(PolicyError, match=says):
-                ready_plan(store, twins.fast, parse_policy(document), None, "rejection", HOT)
-        assert twins.recorder.captured == before
-        with pytest.raises(PolicyError, match="this pair has no draft 'gone'"):
-            ready_plan(store, twins.fast, parse_policy(chain("gone", 3)), None, "rejection", HOT)
-
-
 def test_only_cuda_has_graphs_and_may_go_without(
     twins: Twins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,76 +444,3 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
     prepare_graphs(plain, prepare(Policy(), plain.draft_names), sampling=GREEDY)
     assert plain.target.graphs is None
-
-
-def test_capturing_waits_for_its_own_streams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the device nor the stream that another thread decodes on. Rehearsals write to no
-    workspace of the captures' stream, which is replayed. What a failed pass leaves is closed, and
-    the pool stays in use when all captures are forgotten."""
-    events: list[str] = []
-    numbers, inside, alive = count(), list[int](), WeakSet[Any]()
-
-    class Stream:
-        def __init__(self) -> None:
-            self.number = next(numbers)
-
-        def wait_stream(self, other: Stream) -> None:
-            events.append("the device waits")
-
-        def synchronize(self) -> None:
-            events.append("wait")
-
-    @contextmanager
-    def stream(entered: Stream) -> Iterator[None]:
-        inside.append(entered.number)
-        yield
-        inside.pop()
-
-    class Graph:
-        def capture_begin(self, pool: int, capture_error_mode: str) -> None:
-            alive.add(self)
-            events.append(f"begin {pool} {capture_error_mode}")
-
-        def capture_end(self) -> None:
-            events.append("end")
-
-        def replay(self) -> None:
-            events.append("replay")
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("stops what another thread decodes")
-
-    for name, fake in {
-        "Stream": Stream,
-        "current_stream": Stream,
-        "stream": stream,
-        "CUDAGraph": Graph,
-        "graph_pool_handle": lambda: 7,
-        "synchronize": refuse,
-        "empty_cache": refuse,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    outputs, fails = Outputs(*torch.zeros(3)), False
-
-    def compute() -> Outputs:
-        events.append(f"compute on {inside[-1]}")
-        if fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return outputs
-
-    recorder = CudaRecorder()
-    replay, given = recorder.capture(compute)
-    replay()
-    assert given is outputs
-    assert events == [
-        *("the device waits", *["compute on 0"] * graphs.REHEARSALS, "wait"),
-        *("begin 7 thread_local", "compute on 1", "end", "replay"),
-    ]
-    del replay
-    assert alive
-    monkeypatch.setattr(graphs, "REHEARSALS", 0)
-    events.clear()
-    fails = True
-    with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.capture(compute)
-    assert events[-2:] == ["compute on 1", "end"]
