@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import duckdb
 import pandas
 import pytest
@@ -33,12 +32,10 @@ from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     KINDS,
     ByPrompt,
-    PromptPolicy,
     Select,
     Stratify,
     parse_policy,
 )
-from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore, query
 from spectune.traces.store.compare import compare
 from spectune.traces.workloads import Line, make_workload
@@ -75,18 +72,6 @@ def in_pages(language: str, about: str = "") -> list[Any]:
 def test_policy_examples_parse(page: str, text: str) -> None:
     policy = parse_policy(json.loads(text), where=page)
     assert parse_policy(policy.spelled_out()) == policy
-
-
-def test_every_kind_of_the_contract_is_shown() -> None:
-    every = [parse_policy(json.loads(text)) for text in blocks(POLICIES, "json")]
-    shown = [candidate for policy in every for candidate in policy.candidates]
-    assert {p.window.kind for p in shown} >= {"fixed", "analytic", "fsm", "cache_fsm", "q_learning"}
-    assert {p.stop.kind for p in shown} == {"none", "max_prob", "joint_prob", "entropy"}
-    assert {p.growth.kind for p in shown} == set(KINDS["growth"])
-    assert any(p.stratify for p in shown)
-    assert {"small", "head", "ngram", "none"} == {p.draft for p in shown}
-    assert any(isinstance(p, PromptPolicy) for p in every)
-    assert AUTOREGRESSIVE in shown
 
 
 @pytest.mark.parametrize(("page", "text"), in_pages("json", "pair"))
@@ -164,29 +149,16 @@ def commands(page: str) -> Iterator[list[str]]:
             yield words[: words.index(">")] if ">" in words else words
 
 
-COMMANDS = [
-    pytest.param(words, id=" ".join(words)[:80])
-    for page in PAGES
-    for words in commands(page)
-    if words and (words[0] == "cli.py" or words[:2] == ["python", "cli.py"])
-]
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_commands_exist(words: list[str]) -> None:
-    arguments = words[words.index("cli.py") + 1 :]
-    parsed(arguments)
-    for argument in arguments:
-        if argument.startswith("{"):
-            assert named_policy(argument) is not None
-
-
-@pytest.mark.parametrize(
-    "wrong", ["tunes", "tune --gamma", "policies show --nope", "run --limit 0"]
-)
-def test_a_command_that_does_not_exist_is_noticed(wrong: str) -> None:
-    with pytest.raises((click.UsageError, SpectuneError)):
-        parsed(wrong.split())
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    for words in commands(page):
+        if not words or (words[0] != "cli.py" and words[:2] != ["python", "cli.py"]):
+            continue
+        arguments = words[words.index("cli.py") + 1 :]
+        parsed(arguments)
+        for argument in arguments:
+            if argument.startswith("{"):
+                assert named_policy(argument) is not None
 
 
 def test_other_lines_of_the_readme_can_be_typed() -> None:
@@ -289,19 +261,12 @@ def test_the_table_of_the_paper_names_what_there_is() -> None:
             assert name.endswith(".py") or f"def {name}(" in text, name
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "ARCHITECTURE.md", "docs/papers.md", POLICIES, "docs/simulator.md"]
-)
-def test_files_and_names_that_are_mentioned_exist(page: str) -> None:
-    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
-    for path in re.findall(r"`((?:traces|runtime|optimizer|db|demo|tests|docs)/[\w/.]+)`", prose):
-        assert (ROOT / path).exists(), path
-
-
-def test_the_readme_has_a_place_for_results() -> None:
-    text = PAGES["README.md"]
-    assert text.count("<!-- results:begin -->") == text.count("<!-- results:end -->") == 1
-    assert text.index("<!-- results:begin -->") < text.index("<!-- results:end -->")
+def test_files_that_are_mentioned_exist() -> None:
+    for page, text in PAGES.items():
+        for path in re.findall(
+            r"`((?:traces|runtime|optimizer|db|demo|tests|docs)/[\w/.]+)`", text
+        ):
+            assert (ROOT / path).exists(), (page, path)
 
 
 # ----------------------------------------------------------------------------------- docs/traces.md
@@ -339,7 +304,6 @@ def test_the_page_of_traces_is_run_line_by_line(
     for path in ("requests.parquet", "rounds.parquet"):
         frame = pandas.read_parquet(path)
         assert set(frame.policy_id) == {AUTOREGRESSIVE.id, parse_policy(POLICY).id}
-    assert len(PAGES[TRACES].split()) <= 900
 
 
 def test_its_sql_answers_as_the_calls_do(database: Database) -> None:

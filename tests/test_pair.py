@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,50 +214,14 @@ def test_a_codec_without_models_is_that_of_the_loaded_pair(either_pair: LoadedPa
     assert alone.encode("def add(a, b):") == loaded.encode("def add(a, b):")
 
 
-HOST = """
-import sys
-import torch
-from transformers.utils import logging
-
-import spectune
-from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.loading import load_pair
-from spectune.runtime.loop import StaticSource
-from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import parse_policy
-from spectune.traces.schema import Request, Sampling
-
-def switches():
-    bars = logging.is_progress_bar_enabled()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    return torch.get_num_threads(), cudnn, logging.get_verbosity(), bars
-
-torch.set_num_threads(2)
-torch.backends.cuda.enable_cudnn_sdp(True)
-logging.set_verbosity_info()
-before = switches()
-policy = {"draft": "near", "window": {"kind": "fixed", "gamma": 3}}
-spectune.run(policy, pair=sys.argv[1], prompts=["def add"], db=sys.argv[2], max_new_tokens=8)
-assert switches() == before, (switches(), before)
-pair = load_pair(read_pair(sys.argv[1]))
-decoder = Decoder(pair, StaticSource(prepare_for(pair, parse_policy(policy))))
-decoder.decode(decoder.request(Request("r", "", ""), [5, 6, 7], Sampling(), 8))
-assert switches() == before, (switches(), before)
-print(pair.threads)
-"""
-
-
-def test_the_process_that_decodes_keeps_its_switches(tiny_pair: Path, tmp_path: Path) -> None:
-    """Threads of torch, cuDNN's attention, what transformers logs: a small pair is decoded by one
-    thread where nobody says otherwise, and then they are as they were."""
-    done = subprocess.run(
-        [sys.executable, "-c", HOST, str(tiny_pair), str(tmp_path / "runs.db")],
-        env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1"]
+def test_a_small_pair_is_decoded_by_one_thread_where_nobody_says_otherwise(
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert load_pair(read_pair(str(tiny_pair)), device="cpu").threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert load_pair(read_pair(str(tiny_pair)), device="cpu").threads == 2
 
 
 @pytest.mark.parametrize("values", [{"n_positions": "abc"}, {"text_config": [1]}])

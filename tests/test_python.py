@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -76,24 +77,37 @@ def test_the_notebook_runs(
 
 SCRIPT = """
 import os
+import torch
+from transformers.utils import logging
 import spectune
 from spectune.optimizer import processes
+
+def switches():
+    cudnn, bars = torch.backends.cuda.cudnn_sdp_enabled(), logging.is_progress_bar_enabled()
+    return torch.get_num_threads(), cudnn, logging.get_verbosity(), bars
 
 print("the script begins")
 os.sched_getaffinity = lambda _: {0, 1}
 processes.PATIENCE_S = 0.0
+torch.set_num_threads(2)
+torch.backends.cuda.enable_cudnn_sdp(True)
+logging.set_verbosity_info()
+before = switches()
 recorded = spectune.record(pair=PAIR, prompts=PROMPTS, max_new_tokens=8)
 policy = {"draft": "near", "window": {"kind": "fixed", "gamma": 4}}
 print(recorded["n_requests"], len(spectune.simulate(policy).rows) > 0)
+assert switches() == before, (switches(), before)
 """
 
 
 def test_a_script_without_a_guard_is_run_once(tiny_pair: Path, tmp_path: Path) -> None:
-    """README's example as a file: the processes that help to record do not run it again."""
+    """README's example as a file: the processes that help to record do not run it again, and
+    threads, attention and logs are as the script set them."""
     names = {"PAIR": str(tiny_pair), "PROMPTS": [f"{p} {n}" for n, p in enumerate(PROMPTS)]}
     script = tmp_path / "example.py"
     script.write_text("\n".join(f"{k} = {v!r}" for k, v in names.items()) + SCRIPT)
     how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": tmp_path}
+    how["env"] = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, str(script)], **how)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["the script begins", "6 True"]

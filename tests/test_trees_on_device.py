@@ -21,8 +21,8 @@ from spectune.runtime.trees.on_device import (
 )
 
 CPU = torch.device("cpu")
-TREES = 800
-"""Of each kind; some 16,000 levels together."""
+TREES = 300
+"""Of each kind; some 6,000 levels together."""
 
 
 class ToldInTensors:
