@@ -480,15 +480,6 @@ def test_fit_simulate_run_and_publish(door: Door, tiny_pair: Path, tmp_path: Pat
     assert "that it was not fitted to, choosing gains" in words
 
 
-def test_candidates_beyond_the_recording_are_refused(
-    tiny_pair: Path, tmp_path: Path, door: Door
-) -> None:
-    """As `simulate` does: their seconds are not compared in silence."""
-    deep = ("--policy", json.dumps(top_k("near", 2, 4, 8)), "--policy", PLAIN)
-    error = door.error("fit", "chooser", "--pair", tiny_pair, *deep)
-    assert "trees" in error or "distributions of draft" in error
-
-
 def test_commands_refuse_in_one_line(door: Door, tiny_pair: Path, tmp_path: Path) -> None:
     few = what(tiny_pair, write_workload(tmp_path / "w.jsonl", 2, ("zz",)), 4)
     near, empty = ("--policy", '{"draft": "near"}'), Door(str(tmp_path / "empty.db"))

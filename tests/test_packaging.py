@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import tomllib
 
-import pytest
 from click.shell_completion import get_completion_class
 from doors import ROOT
 
@@ -39,18 +38,15 @@ def test_the_template_of_pages_is_in_the_wheel() -> None:
     assert (ROOT / "optimizer" / "report" / file).is_file()
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_as_the_page_says(shell: str) -> None:
+def test_a_shell_completes_as_the_page_says() -> None:
     assert PROJECT["project"]["scripts"] == {"spectune": "spectune.cli:main"}
-    (variable,) = re.findall(
-        rf"(\w+)={shell}_source spectune", (ROOT / "docs" / "installation.md").read_text()
-    )
-    kind = get_completion_class(shell)
+    page = (ROOT / "docs" / "installation.md").read_text()
+    (variable,) = re.findall(r"(\w+)=bash_source spectune", page)
+    kind = get_completion_class("bash")
     assert kind is not None
     completion = kind(main, {}, "spectune", variable)
-    assert f"{variable}={shell}_complete" in completion.source()
+    assert f"{variable}=bash_complete" in completion.source()
     assert [found.value for found in completion.get_completions(["tune"], "--qu")] == ["--quick"]
-    assert {"record", "run"} <= {found.value for found in completion.get_completions([], "r")}
 
 
 def test_an_image_takes_torch_for_cpus_first() -> None:

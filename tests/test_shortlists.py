@@ -26,10 +26,10 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts, Fitted
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
-from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.policies.plan import Plan
 from spectune.runtime.sampling import Noise
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Step
@@ -491,20 +491,3 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
     assert "`fit router --recording ID --draft near`" in said
     short = Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document())
     assert f"orders a vocabulary of {vocab - 1} tokens" in say(short)
-
-
-def test_ids_and_labels(pair: LoadedPair) -> None:
-    """A shortlist that is spelled out as none changes no id; artifacts are named; labels tell
-    shortlists apart."""
-    plain = parse_policy({"draft": "near", **CHAIN})
-    assert parse_policy({"draft": "near", "shortlist": {"kind": "full"}, **CHAIN}).id == plain.id
-    labels = "frequency(size=60)", "position_frequency(k_max=120)", "clusters(k0=3, k1=2, k_min=1)"
-    for shortlist, label in zip(shortlists_of("near"), labels, strict=True):
-        policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
-        assert policy.label() == f"near fixed(gamma=4) {label}"
-        assert policy.id != plain.id
-        assert policy.artifacts == (shortlist["artifact"],)
-        assert parse_policy(policy.spelled_out()) == policy
-    idle = parse_policy(chain("near", 0, shortlist=FREQUENT))
-    assert prepare(idle, ["near"]).shortlist is None
-    assert Policy().shortlist.kind == "full"

@@ -342,7 +342,7 @@ def reference(window: Any) -> Reference:
 
 
 @every_window
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_agrees_with_the_reference(document: dict[str, Any], seed: int) -> None:
     m = Machine(document)
     expected = reference(window_of(document))
