@@ -30,7 +30,7 @@ from spectune.db.database import open_database
 from spectune.engines.protocol import Load, Prompt, Running
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
-from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees
+from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
@@ -39,7 +39,7 @@ from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record
 from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.spaces import ShortlistLimit, TreeLimit
+from spectune.optimizer.spaces import DraftLimits
 from spectune.optimizer.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -196,7 +196,7 @@ def chains(draft: str) -> list[Document]:
     return found
 
 
-def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
+def trees(draft: str, limits: DraftLimits) -> list[Document]:
     """Trees of every growth, stop, stratification and adaptive depth, as far as they could be
     fitted."""
     sizes = (
@@ -209,23 +209,23 @@ def trees(draft: str, limit: TreeLimit | None) -> list[Document]:
     found += [{**top_k(draft, 6, 6, 16), "window": window} for window in adaptive]
     static = ({"kind": "static", "paths": paths} for paths in (STATIC, STATIC[:3]))
     found += [{"draft": draft, "growth": growth} for growth in static]
-    if limit is not None and limit.bins is not None:
-        bins = {"artifact": limit.bins, "alpha": 2}
+    for artifact in limits.fits.get("stratify", ()):
+        bins = {"artifact": artifact, "alpha": 2}
         found += [top_k(draft, 8, 4, 24, stratify={**bins, "fractions": [0.3, 0.6, 1.0]})]
         found += [top_k(draft, 6, 5, 16, stratify={**bins, "fractions": [0.4, 0.8]})]
-    if limit is not None and limit.classifier is not None:
-        for beta, width, g in ((0.5, limit.width, 6), (0.3, limit.width, 4), (0.5, 1, 8)):
+    for artifact in limits.fits.get("classifier", ()):
+        for beta, width, g in ((0.5, limits.width, 6), (0.3, limits.width, 4), (0.5, 1, 8)):
             sizes = {"width": width, "cap": width, "beta": beta}
-            growth = {"kind": "classifier", "artifact": limit.classifier, **sizes}
+            growth = {"kind": "classifier", "artifact": artifact, **sizes}
             found.append({"draft": draft, "growth": growth, "window": fixed(g)})
     return found
 
 
-def shortlisted(draft: str, limit: ShortlistLimit, bodies: Sequence[Document]) -> list[Policy]:
+def shortlisted(draft: str, limits: DraftLimits, bodies: Sequence[Document]) -> list[Policy]:
     """Policies under shortlists, each of another kind and size in turn."""
     found = []
     for i, body in enumerate(bodies):
-        if blocks := limit.papers((4, 16, 8)[i // 3 % 3]):
+        if blocks := limits.shortlists((4, 16, 8)[i // 3 % 3]):
             shortlist = blocks[i % len(blocks)]
             found.append(parse_policy({**body, "draft": draft, "shortlist": shortlist}))
     return found
@@ -245,8 +245,7 @@ class Lab:
     recording: str
     options: DecodeOptions
     workload: Workload
-    trees: dict[str, TreeLimit]
-    shortlists: dict[str, ShortlistLimit]
+    limits: dict[str, DraftLimits]
     profile: LatencyProfile
 
     @property
@@ -270,15 +269,15 @@ class Lab:
         return [parse_policy(d) for draft in self.pair.chain_drafts for d in chains(draft)]
 
     def grown(self) -> list[Policy]:
-        limits = ((draft, self.trees.get(draft)) for draft in self.pair.models)
-        return [parse_policy(d) for draft, limit in limits for d in trees(draft, limit)]
+        documents = (d for draft in self.pair.models for d in trees(draft, self.limits[draft]))
+        return [parse_policy(document) for document in documents]
 
     def listed(self) -> list[Policy]:
         """Policies under shortlists."""
         found = []
-        for draft, limit in self.shortlists.items():
-            bodies = [*chains(draft)[2:], *trees(draft, self.trees.get(draft))]
-            found += shortlisted(draft, limit, bodies)
+        for draft, limits in self.limits.items():
+            bodies = [*chains(draft)[2:], *trees(draft, limits)]
+            found += shortlisted(draft, limits, bodies)
         return found
 
     def decode(self, policy: Policy, encoded: Encoded) -> list[Decoded]:
@@ -303,8 +302,8 @@ def laboratory(
     options = DecodeOptions(sampling, tokens)
     recording = recorded(store, pair, workload, options, pair.draft_names, GAMMA, WIDTH, DEPTH)
     drafts = list(pair.models)
-    fits = fit_trees(store, recording, drafts), fit_shortlists(store, pair, recording, drafts)
-    made = recording, options, workload, *fits, _profile(store, pair, recording, name, quick)
+    limits = fit_drafts(store, pair, recording, drafts, fixed=drafts, routed=drafts)
+    made = recording, options, workload, limits, _profile(store, pair, recording, name, quick)
     lab = Lab(name, pair, store, *made)
     kept.write_bytes(pickle.dumps(made))
     return lab

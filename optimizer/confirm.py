@@ -206,7 +206,7 @@ def check_sample_size(
     least = LEAST if publish else 1
 
     def suffice(parts: Parts) -> bool:
-        return all(parts) and len(parts.confirm) >= least
+        return all((parts.search, parts.race)) and len(parts.confirm) >= least
 
     if not suffice(parts):
         more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
@@ -215,7 +215,7 @@ def check_sample_size(
             f"give {enough} or more of these categories (about {_requests_for(Spread())} publish a "
             f"gain of {100 * GAIN:.0f}% with a chance of {100 * CHANCE:.0f}%)"
         )
-        if not all(parts):
+        if not all((parts.search, parts.race, parts.confirm)):
             raise TraceError(
                 f"too few requests to search, race and confirm on different ones: {total}; {give}"
             )

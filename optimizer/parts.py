@@ -1,4 +1,4 @@
-"""Which requests are searched on, raced on and confirmed on: each in one part only."""
+"""Which requests are fitted to, searched on, raced on and confirmed on: each in one part only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
-SPLIT = "scsrscsrsc"
-"""Where a category's requests go in turn, and again from the beginning: to search, confirm or race.
-"""
+SPLIT = "scfrscfrsc"
+"""Where a category's requests go in turn, and again from the beginning: to search, confirm, fit or
+race."""
 
 
 class Parts(NamedTuple):
-    """Requests, by number, each in one part: half to search and fit on, a fifth on which a race
-    chooses, three tenths on which its choice is confirmed."""
+    """Requests, by number, each in one part: a fifth that bins, classifiers, trees, shortlists and
+    choosers are fitted to, three tenths on which a search judges them and all policies, a fifth on
+    which a race chooses, three tenths on which its choice is confirmed."""
 
+    fit: list[int]
     search: list[int]
     race: list[int]
     confirm: list[int]
@@ -58,10 +60,10 @@ def recorded_parts(store: TraceStore, recording: str, ordinals: Sequence[int]) -
 
 
 def _numbered(parts: Iterable[tuple[int, str]]) -> Parts:
-    numbers: dict[str, list[int]] = {"s": [], "r": [], "c": []}
+    numbers: dict[str, list[int]] = {letter: [] for letter in "fsrc"}
     for number, part in parts:
         numbers[part].append(number)
-    return Parts(numbers["s"], numbers["r"], numbers["c"])
+    return Parts(*numbers.values())
 
 
 def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:

@@ -1,9 +1,10 @@
 """Searching policies on a recorded trace.
 
 A screen of baselines and of the papers' own settings is tried first, then what Optuna's TPE
-suggests. The drafts take turns, each with a study of its own: a race and a choice by prompt need
-the best policy of every draft, and the space of a draft depends on what was recorded and fitted for
-it. Every trial is a replay. Within a tie the simpler policy wins.
+suggests. Each draft takes turns with chains, with trees and with trees in entropy bins, as far as
+it has them, each in a study of its own: a race and a choice by prompt need the best policy of every
+draft, and no form is given up after a few trials. Every trial is a replay. Within a tie the simpler
+policy wins.
 """
 
 from __future__ import annotations
@@ -152,40 +153,35 @@ def search(
             value_of(policy, "incumbent")
     for policy in space.screen():
         value_of(policy, "screen")
-    studies = _studies(space, tried.values(), trials, seed) if trials else {}
+    turns, studies = space.turns(), _studies(space, trials, seed)
     for n in range(trials):
-        draft = space.drafts[n % len(space.drafts)]
+        turn = turns[n % len(turns)]
         for _ in range(1 + RETRIES):
-            asked, before = studies[draft].ask(), len(tried) + len(beyond)
-            value = value_of(space.suggest(asked, draft), "optuna")
+            asked, before = studies[turn].ask(), len(tried) + len(beyond)
+            value = value_of(space.suggest(asked, *turn), "optuna")
             pruned = optuna.trial.TrialState.PRUNED if value is None else None
-            studies[draft].tell(asked, value, pruned)
+            studies[turn].tell(asked, value, pruned)
             if len(tried) + len(beyond) > before:
                 break
         progress(n + 1, trials, max(t.value for t in tried.values()))
     order = tuple(_fastest_first(tried.values())), tuple(_fastest_first(beyond.values()))
-    return Study(order[0], seed, "TPE by draft", trace.request_ids, order[1])
+    return Study(order[0], seed, "TPE by draft and form", trace.request_ids, order[1])
 
 
-def _studies(
-    space: Space, tried: Iterable[Trial], trials: int, seed: int
-) -> dict[str, optuna.study.Study]:
-    """A study of each draft that knows what was tried, and begins with a tenth at random."""
+def _studies(space: Space, trials: int, seed: int) -> dict[tuple[str, str], optuna.study.Study]:
+    """A study of each draft in each form, which begins with a tenth of its trials at random."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    finished: dict[str, list[optuna.trial.FrozenTrial]] = {draft: [] for draft in space.drafts}
-    for one in tried:
-        trial = space.trial(one.policy, one.value)
-        if trial is not None:
-            finished[one.policy.draft].append(trial)
-    studies = {}
-    for n, (draft, before) in enumerate(finished.items()):
-        startup = len(before) + max(5, trials // (10 * len(finished)))
-        sampler = optuna.samplers.TPESampler(
-            seed=seed * len(finished) + n, n_startup_trials=startup
+    turns = space.turns()
+    startup = max(5, trials // (10 * len(turns)))
+    return {
+        turn: optuna.create_study(
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(
+                seed=seed * len(turns) + n, n_startup_trials=startup
+            ),
         )
-        studies[draft] = optuna.create_study(direction="maximize", sampler=sampler)
-        studies[draft].add_trials(before)
-    return studies
+        for n, turn in enumerate(turns)
+    }
 
 
 def finalists(study: Study, count: int = 4) -> list[Trial]:

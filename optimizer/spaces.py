@@ -4,18 +4,12 @@ each parameter says there how it is searched (:class:`runtime.policies.blocks.Se
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
-import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.trial import BaseTrial
 
 from spectune.runtime.policies.blocks import Block, ChainGrowth, Fitted, Search
 from spectune.runtime.policies.document import (
@@ -25,7 +19,6 @@ from spectune.runtime.policies.document import (
     Policy,
     PromptPolicy,
     Select,
-    StaticGrowth,
     Stratify,
     parse_policy,
 )
@@ -40,142 +33,105 @@ GROUPS: Final[Mapping[str, Mapping[str, type[Block] | None]]] = {
 }
 """The blocks of a policy by group and kind: in the order in which a search chooses them, which is
 also how much they complicate a policy. The first kind of a group is the simplest."""
-Read = Callable[[Policy], Any]
-Choose = Callable[[str, BaseDistribution, Read], Any]
-"""A parameter's value, by its name, its domain and what reads it off a policy."""
-Fits = Mapping[str, tuple[Any, ...]]
-"""What was fitted for a draft, by the kind of the block that takes it."""
+FORMS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "chains": {"growth": ("chain",)},
+    "trees": {"growth": ("static", "top_k", "classifier"), "stratify": ("none",)},
+    "trees in bins": {"growth": ("top_k", "classifier"), "stratify": ("stratify",)},
+}
+"""What a draft is searched for in turn: kinds of blocks, all of a group that is not named."""
 
 
 @dataclass(frozen=True)
-class TreeLimit:
-    """Trees that may be tried with one draft: what was recorded of it (``width``, ``depth``), and
-    what was fitted on that: ids of ``bins`` and ``classifier``, ``static`` trees as rank paths."""
+class DraftLimits:
+    """What may be tried with one draft beside plain chains: trees within what was recorded of it
+    (``width``, ``depth``), shortlists of an output head of so many ``rows`` and ``clusters``, and
+    what was fitted, by the kind of the block that takes it. At most half of a head is kept: more
+    saves little, and a gain predicted for it is mostly the prediction's error."""
 
     width: int = 0
     depth: int = 0
-    bins: str | None = None
-    classifier: str | None = None
-    static: tuple[tuple[tuple[int, ...], ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class ShortlistLimit:
-    """Shortlists that may be tried with one draft, whose output head has ``rows`` tokens: ids of
-    what was fitted, ``frequencies``, and a ``router`` of ``clusters``. At most half of a head is
-    kept: more saves little, and a gain predicted for it is mostly the prediction's error."""
-
     rows: int = 0
-    frequencies: str | None = None
-    router: str | None = None
     clusters: int = 0
+    fits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def papers(self, share: int) -> list[dict[str, Any]]:
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Those of :data:`FORMS` that a draft can have."""
+        bins = self.depth > 1 and bool(self.fits.get("stratify"))
+        return ("chains", *("trees",) * (self.depth > 0), *("trees in bins",) * bins)
+
+    def shortlists(self, share: int) -> list[dict[str, Any]]:
         """The papers' shortlists at a ``share``-th of the vocabulary, as documents: FR-Spec, PA-FR,
         and DynaSpec's clusters, which get fewer by step."""
         size, k0 = max(1, self.rows // share), max(1, self.clusters // share)
-        blocks: dict[str, dict[str, Any]] = {
+        budgets: dict[str, dict[str, Any]] = {
             "frequency": {"size": size},
             "position_frequency": {"k_max": size},
             "clusters": {"k0": k0, "k1": max(1, k0 // 2), "k_min": max(1, k0 // 4)},
         }
         return [
-            {"kind": kind, "artifact": artifact, **blocks[kind]}
-            for kind, artifacts in self.fits.items()
-            for artifact in artifacts
+            {"kind": kind, "artifact": artifact, **budget}
+            for kind, budget in budgets.items()
+            for artifact in self.fits.get(kind, ())
         ]
-
-    @property
-    def fits(self) -> Fits:
-        """What was fitted, by the kind of its block."""
-        orders, routers = _optional(self.frequencies), _optional(self.router)
-        return {"frequency": orders, "position_frequency": orders, "clusters": routers}
 
 
 @dataclass(frozen=True)
 class Space:
-    """Policies of some drafts: windows of at most ``gamma_max``, and of the drafts in ``trees`` and
-    ``shortlists`` what these allow. A parameter that would change nothing is not asked for."""
+    """Policies of some drafts: windows of at most ``gamma_max``, and what the drafts' ``limits``
+    allow. A parameter that would change nothing is not asked for."""
 
     drafts: tuple[str, ...]
     gamma_max: int = 16
-    trees: Mapping[str, TreeLimit] = field(default_factory=dict)
-    shortlists: Mapping[str, ShortlistLimit] = field(default_factory=dict)
+    limits: Mapping[str, DraftLimits] = field(default_factory=dict)
 
-    def suggest(self, trial: optuna.trial.Trial, draft: str) -> Policy:
-        """The policy with a draft that a study's sampler proposes."""
-        return self._policy(draft, lambda name, domain, _: _ask(trial, name, domain))
+    def limits_of(self, draft: str) -> DraftLimits:
+        return self.limits.get(draft, DraftLimits())
 
-    def trial(self, policy: Policy, value: float) -> optuna.trial.FrozenTrial | None:
-        """A finished trial of a policy, each parameter the nearest in this space; None where it
-        does not speculate, or its draft, a kind of block or a tree is not here."""
-        if policy.draft not in self.drafts or not policy.speculates:
-            return None
-        params, domains = dict[str, Any](), dict[str, BaseDistribution]()
+    def turns(self) -> list[tuple[str, str]]:
+        """Each draft in each form that it can have."""
+        return [(draft, form) for draft in self.drafts for form in self.limits_of(draft).forms]
 
-        def read(name: str, domain: BaseDistribution, of: Read) -> Any:
-            params[name], domains[name] = _nearest(of(policy), domain), domain
-            return params[name]
-
-        try:
-            self._policy(policy.draft, read)
-        except (LookupError, ValueError):
-            return None
-        return optuna.trial.create_trial(params=params, distributions=domains, value=value)
-
-    def _policy(self, draft: str, choose: Choose) -> Policy:
-        """The policy whose parameters are chosen one after another."""
-        fits, most = self._fits(draft), self._most(draft)
+    def suggest(self, trial: BaseTrial, draft: str, form: str) -> Policy:
+        """The policy with a draft and a form that a study's sampler proposes."""
+        limits, most = self.limits_of(draft), self._most(draft, form)
         growth: type[Block] = ChainGrowth
         document: dict[str, Any] = {"draft": draft}
         for group, kinds in GROUPS.items():
-            possible = tuple(k for k, b in kinds.items() if _allows(k, b, draft, growth, fits))
+            possible = [
+                kind
+                for kind in FORMS[form].get(group, tuple(kinds))
+                if _allows(kinds[kind], draft, growth, bool(limits.fits.get(kind)))
+            ]
             if not possible:
                 continue
-            kind = possible[0]
-            if len(possible) > 1:
-                kind = choose(group, CategoricalDistribution(possible), partial(kind_of, group))
+            kind = trial.suggest_categorical(group, possible) if possible[1:] else possible[0]
             block = kinds[kind]
             if block is None:
                 continue
             growth = block if group == "growth" else growth
             values: dict[str, Any] = {"kind": kind} if "kind" in block.model_fields else {}
             for key, mark in searched(block).items():
-                of = partial(_value_of, group, key)
                 if isinstance(mark, Fitted):
-                    values[key] = _fit(choose, f"{group}.{kind}", fits[kind], of)
+                    fits = limits.fits[kind]
+                    values[key] = fits[trial.suggest_int(f"{group}.{kind}", 0, len(fits) - 1)]
                 elif mark.only is None or values.get(mark.only[0]) == mark.only[1]:
                     name = f"{group}.{mark.name or key}"
-                    if name == "window.gamma" and growth is not ChainGrowth:
-                        name = "window.depth"
-                    values[key] = _value(choose, name, mark, most.get(name), of)
-                    if name == "window.depth":  # low bins go deeper, and no deeper is recorded
-                        alpha = document.get("stratify", {"alpha": 0})["alpha"]
-                        values[key] = min(values[key], most[name] - alpha)
+                    values[key] = _value(trial, name, mark, most.get(name))
+            if group == "stratify":  # low bins go deeper, and no deeper is recorded
+                most["window.gamma"] -= values["alpha"]
             document[group] = block.nearest(values)
         return parse_policy(document, where="search space")
 
-    def _fits(self, draft: str) -> Fits:
-        trees = self.trees.get(draft, TreeLimit())
-        return {
-            "top_k": ("",) * min(1, trees.depth),  # nothing is fitted, but trees are recorded
-            "static": tuple(StaticGrowth(paths=paths).paths for paths in trees.static),
-            "classifier": _optional(trees.classifier),
-            "stratify": _optional(trees.bins if trees.depth > 1 else None),
-            **self.shortlists.get(draft, ShortlistLimit()).fits,
-        }
-
-    def _most(self, draft: str) -> dict[str, int]:
+    def _most(self, draft: str, form: str) -> dict[str, int]:
         """The largest values of a draft's parameters, where they are not the blocks'."""
-        trees = self.trees.get(draft, TreeLimit())
-        lists = self.shortlists.get(draft, ShortlistLimit())
-        clusters = max(1, lists.clusters // 2)
+        limits = self.limits_of(draft)
+        clusters = max(1, limits.clusters // 2)
         return {
-            "window.gamma": self.gamma_max,
-            "window.depth": trees.depth,
-            "growth.width": trees.width,
-            "stratify.alpha": min(4, trees.depth - 1),
-            "shortlist.size": max(1, lists.rows // 2),
+            "window.gamma": self.gamma_max if form == "chains" else limits.depth,
+            "growth.width": limits.width,
+            "stratify.alpha": min(4, limits.depth - 1),
+            "shortlist.size": max(1, limits.rows // 2),
             **dict.fromkeys(("shortlist.k0", "shortlist.k1", "shortlist.k_min"), clusters),
         }
 
@@ -183,36 +139,36 @@ class Space:
         """What is tried before anything is searched: no speculation, every fixed window, and the
         papers' own settings."""
         yield AUTOREGRESSIVE
+        most = min(8, self.gamma_max)
         for draft in self.drafts:
             for gamma in range(1, self.gamma_max + 1):
                 yield _policy(draft, window={"kind": "fixed", "gamma": gamma})
             yield transformers_heuristic(draft, self.gamma_max)
-            most = min(8, self.gamma_max)
             for kind in ("fsm", "cache_fsm", "analytic", "q_learning"):
                 yield _policy(draft, window={"kind": kind, "gamma_max": most})
-            for shortlist in self.shortlists.get(draft, ShortlistLimit()).papers(8):
+            for shortlist in self.limits_of(draft).shortlists(8):
                 window = {"kind": "fixed", "gamma": min(4, most)}
                 yield _policy(draft, window=window, shortlist=shortlist)
-            if draft in self.trees:
-                yield from _papers_trees(draft, self.trees[draft])
+            yield from _papers_trees(draft, self.limits_of(draft))
 
 
-def _papers_trees(draft: str, limit: TreeLimit) -> Iterator[Policy]:
+def _papers_trees(draft: str, limits: DraftLimits) -> Iterator[Policy]:
     """EAGLE-2's, C2T's, HeteroSpec's and Sequoia's own settings, as far as recorded and fitted."""
-    depth, bins_depth = min(6, limit.depth), limit.depth - 3
-    window, select = {"kind": "fixed", "gamma": depth}, {"top_n": DEFAULT_TOP_N}
-    eagle = {"kind": "top_k", "width": min(8, limit.width)}
-    if depth:
-        yield _policy(draft, window=window, growth=eagle, select=select)
-    if limit.classifier:
-        sizes = {"width": limit.width, "cap": limit.width}
-        growth = {"kind": "classifier", "artifact": limit.classifier, **sizes}
+    if not limits.depth:
+        return
+    window, select = {"kind": "fixed", "gamma": min(6, limits.depth)}, {"top_n": DEFAULT_TOP_N}
+    eagle = {"kind": "top_k", "width": min(8, limits.width)}
+    yield _policy(draft, window=window, growth=eagle, select=select)
+    for classifier in limits.fits.get("classifier", ()):
+        sizes = {"width": limits.width, "cap": limits.width}
+        growth = {"kind": "classifier", "artifact": classifier, **sizes}
         yield _policy(draft, window=window, growth=growth, select=select)
-    if limit.bins and bins_depth > 0:
-        window = {"kind": "fixed", "gamma": min(6, bins_depth)}
-        bins = {"artifact": limit.bins}
-        yield _policy(draft, window=window, growth=eagle, select=select, stratify=bins)
-    for paths in limit.static:
+    for bins in limits.fits.get("stratify", ()):
+        alpha = min(3, limits.depth - 1)
+        window = {"kind": "fixed", "gamma": min(6, limits.depth - alpha)}
+        stratify = {"artifact": bins, "alpha": alpha}
+        yield _policy(draft, window=window, growth=eagle, select=select, stratify=stratify)
+    for paths in limits.fits.get("static", ()):
         yield _policy(draft, growth={"kind": "static", "paths": paths})
 
 
@@ -288,15 +244,14 @@ def _range(mark: Search | Fitted) -> str:
     return f"{mark.low:g} to {mark.high:g}{' (log)' * mark.log}"
 
 
-def _allows(
-    kind: str, block: type[Block] | None, draft: str, growth: type[Block], fits: Fits
-) -> bool:
-    """Whether a kind of block may be tried: it does something, and what it needs is searched or was
+def _allows(block: type[Block] | None, draft: str, growth: type[Block], is_fitted: bool) -> bool:
+    """Whether a block may be tried: it does something, and what it needs is searched or was
     fitted."""
     if block is None:
         return True
     required = {k for k, i in block.model_fields.items() if i.is_required()} - {"kind"}
-    has_values = bool(fits.get(kind, required <= searched(block).keys()))
+    fits = any(isinstance(mark, Fitted) for mark in searched(block).values())
+    has_values = is_fitted if fits else required <= searched(block).keys()
     return has_values and not block.inert(draft, growth)
 
 
@@ -304,48 +259,11 @@ def _policy(draft: str, **blocks: Any) -> Policy:
     return parse_policy({"draft": draft, **blocks}, where="search space")
 
 
-def _optional(artifact: str | None) -> tuple[str, ...]:
-    return () if artifact is None else (artifact,)
-
-
-def _value_of(group: str, key: str, policy: Policy) -> Any:
-    block = getattr(policy, group)
-    return getattr(block, "first" if key == "gamma_initial" else key)
-
-
-def _fit(choose: Choose, name: str, fits: tuple[Any, ...], of: Read) -> Any:
-    """One of what was fitted for a block."""
-    domain = CategoricalDistribution(tuple(range(len(fits))))
-    return fits[0] if len(fits) == 1 else fits[choose(name, domain, lambda p: fits.index(of(p)))]
-
-
-def _value(choose: Choose, name: str, search: Search, most: int | None, of: Read) -> Any:
-    """A value of a parameter, at most ``most`` where that is given."""
+def _value(trial: BaseTrial, name: str, search: Search, most: int | None) -> Any:
+    """A value of a parameter from the sampler, at most ``most`` where that is given."""
     if search.choices:  # as JSON: Optuna stores no tuples
-        choices = CategoricalDistribution(tuple(map(json.dumps, search.choices)))
-        return json.loads(choose(name, choices, lambda policy: json.dumps(of(policy))))
+        return json.loads(trial.suggest_categorical(name, [json.dumps(c) for c in search.choices]))
     if isinstance(search.low, float):
-        return round(choose(name, FloatDistribution(search.low, search.high, search.log), of), 4)
+        return round(trial.suggest_float(name, search.low, search.high, log=search.log), 4)
     high = int(search.high if most is None else most)
-    low = min(int(search.low), max(1, high // 32))
-    return choose(name, IntDistribution(low, high, search.log), of)
-
-
-def _nearest(value: Any, domain: BaseDistribution) -> Any:
-    """The value of a domain nearest to a policy's; of a number that is not given the largest.
-    Raises LookupError where there is none."""
-    if isinstance(domain, CategoricalDistribution):
-        if value not in domain.choices:
-            raise LookupError(value)
-        return value
-    assert isinstance(domain, (IntDistribution, FloatDistribution))
-    return domain.high if value is None else min(max(value, domain.low), domain.high)
-
-
-def _ask(trial: optuna.trial.Trial, name: str, domain: BaseDistribution) -> Any:
-    """A value of one parameter from the sampler."""
-    if isinstance(domain, CategoricalDistribution):
-        return trial.suggest_categorical(name, domain.choices)
-    assert isinstance(domain, (IntDistribution, FloatDistribution))
-    ask = trial.suggest_int if isinstance(domain, IntDistribution) else trial.suggest_float
-    return ask(name, domain.low, domain.high, log=domain.log)
+    return trial.suggest_int(name, min(int(search.low), max(1, high // 32)), high, log=search.log)

@@ -28,7 +28,7 @@ from spectune.optimizer.deployment import (
 )
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
-from spectune.optimizer.fit.tuning import fit_shortlists, fit_trees
+from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
 from spectune.optimizer.profiles import (
@@ -48,9 +48,8 @@ from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import (
-    ShortlistLimit,
+    DraftLimits,
     Space,
-    TreeLimit,
     plain_trees,
     transformers_heuristic,
 )
@@ -257,8 +256,7 @@ class Tuning:
     workload: Sanity = field(init=False)
     grown: tuple[str, ...] = ()
     """Drafts whose trees are replayed, and heads, whose chains are recorded as trees."""
-    trees: dict[str, TreeLimit] = field(default_factory=dict)
-    shortlists: dict[str, ShortlistLimit] = field(default_factory=dict)
+    limits: dict[str, DraftLimits] = field(default_factory=dict)
     study: Study = field(init=False)
     study_id: str = field(init=False)
     choice: Policy | None = None
@@ -292,8 +290,8 @@ class Tuning:
         """Opens the trace anew, as something was recorded since."""
         self.trace, self.ordinals = self.opened({*self.chains, *self.grown})
         categories = [t.category for t in self.trace.trajectories]
-        search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
-        self.parts = Parts(search, *(mixed(part, categories) for part in rest))
+        fit, search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
+        self.parts = Parts(fit, search, *(mixed(part, categories) for part in rest))
 
     def opened(self, drafts: Collection[str], **how: Any) -> tuple[ReplayTrace, tuple[int, ...]]:
         """A trace of the recording, which reads what replays lack, and its ordinals."""
@@ -329,8 +327,7 @@ class Tuning:
             Space(
                 tuple(d for d in self.drafts if d in self.chains or d in self.grown),
                 settings.gamma_max,
-                self.trees,
-                self.shortlists,
+                self.limits,
             ),
             trials=trials,
             seed=settings.seed,
@@ -444,31 +441,16 @@ class Tuning:
         return trees / (speed(best.policy) if best is not None else trees)
 
     def fit(self) -> None:
-        """Bins, classifiers and static trees, fitted to the search part."""
-        if self.settings.tree_size[0]:
-            self.trees = fit_trees(
-                self.store,
-                self.recording,
-                self.grown,
-                profile=self.profile.id,
-                seed=self.settings.seed,
-                progress=self.progress,
-            )
-
-    def search_all(self) -> None:
-        """The joint space."""
-        self.search(self.settings.trials, self.study)
-
-    def fit_shortlists(self) -> None:
-        """Frequencies and routers of the drafts whose passes are faster over fewer tokens."""
+        """Bins, classifiers and static trees; frequencies and routers of the drafts whose passes
+        are faster over fewer tokens."""
         faster = {d: _faster_passes(self.profile, d) for d in self.drafts if d in self.pair.models}
-        routed = [draft for draft, passes in faster.items() if "routed" in passes]
-        self.shortlists = fit_shortlists(
+        self.limits = fit_drafts(
             self.store,
             self.pair,
             self.recording,
-            [draft for draft, passes in faster.items() if passes],
-            routed=routed,
+            self.drafts,
+            fixed=[draft for draft, passes in faster.items() if passes],
+            routed=[draft for draft, passes in faster.items() if "routed" in passes],
             seed=self.settings.seed,
             progress=self.progress,
         )
@@ -478,6 +460,10 @@ class Tuning:
                 f"Shortlists of {', '.join(slow)}: not tried; passes over fewer tokens are not "
                 "faster."
             )
+
+    def search_all(self) -> None:
+        """The joint space."""
+        self.search(self.settings.trials, self.study)
 
     def choose(self) -> None:
         """A choice by prompt between the best policies of the drafts, where that is predicted to
@@ -651,7 +637,6 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("search", Tuning.search_chains),
     ("record", Tuning.record_trees),
     ("fit", Tuning.fit),
-    ("shortlists", Tuning.fit_shortlists),
     ("search", Tuning.search_all),
     ("chooser", Tuning.choose),
     ("execute", Tuning.race),

@@ -22,7 +22,7 @@ from spectune.optimizer.search import (
 )
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.spaces import GROUPS, ShortlistLimit, Space, TreeLimit, complexity, kind_of
+from spectune.optimizer.spaces import GROUPS, DraftLimits, Space, complexity, kind_of
 from spectune.optimizer.verdict import Candidate, decide
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
@@ -125,12 +125,12 @@ def test_split_is_stable_disjoint_and_by_category() -> None:
     categories fill every part."""
     categories = ["a", "b", "c"] * 20
     parts = split(categories)
-    assert sorted([*parts.search, *parts.race, *parts.confirm]) == list(range(60))
-    for part, share in zip(parts, (10, 4, 6), strict=True):
+    assert sorted(n for part in parts for n in part) == list(range(60))
+    for part, share in zip(parts, (4, 6, 4, 6), strict=True):
         assert Counter(categories[i] for i in part) == dict.fromkeys("abc", share)
     assert split(categories[:30]).confirm == [i for i in parts.confirm if i < 30]
-    assert [len(part) for part in split([str(i // 2) for i in range(20)])] == [10, 4, 6]
-    assert split(["a"]) == ([0], [], [])
+    assert [len(part) for part in split([str(i // 2) for i in range(20)])] == [4, 6, 4, 6]
+    assert split(["a"]) == ([], [0], [], [])
 
 
 def test_the_beginning_of_a_part_has_every_category() -> None:
@@ -179,27 +179,36 @@ def test_only_a_confirmed_gain_is_published(
         assert (made.candidate, made.may_publish) == (winner, True)
 
 
-SPACE = Space(
-    ("small", "ngram"),
-    16,
-    {"small": TreeLimit(6, 8, "bins", "grower", (((0,), (0, 0), (1,)), ((0,),)))},
-    {"small": ShortlistLimit(101, "order", "router", 9)},
-)
+FITS = {
+    "static": (((0,),), ((0,), (1,), (0, 0))),
+    "classifier": ("grower",),
+    "stratify": ("bins",),
+    "frequency": ("order",),
+    "position_frequency": ("order",),
+    "clusters": ("router",),
+}
+SPACE = Space(("small", "ngram"), 16, {"small": DraftLimits(6, 8, 101, 9, FITS)})
 
 
 def test_the_space_is_read_off_the_blocks() -> None:
-    """All kinds of blocks are proposed, where they do something and within what was recorded; a
-    policy's parameters make that policy again."""
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    """All kinds of blocks are proposed, where they do something and within what was recorded."""
+    turns = SPACE.turns()
+    assert turns == [
+        *(("small", form) for form in ("chains", "trees", "trees in bins")), ("ngram", "chains")
+    ]  # fmt: skip
+    studies = [
+        optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=n))
+        for n in range(len(turns))
+    ]
     kinds: dict[str, dict[str, set[str]]] = {d: {g: set() for g in GROUPS} for d in SPACE.drafts}
-    for n in range(600):
+    for n in range(800):
+        draft, form = turns[n % len(turns)]
+        study = studies[n % len(turns)]
         asked = study.ask()
-        policy = SPACE.suggest(asked, SPACE.drafts[n % 2])
+        policy = SPACE.suggest(asked, draft, form)
         study.tell(asked, 0.0)
-        again = SPACE.trial(policy, 1.0)
-        assert again is not None
-        assert again.params.keys() == asked.params.keys()
-        assert SPACE.suggest(optuna.trial.FixedTrial(again.params), policy.draft) == policy
+        assert policy.is_tree == (form != "chains")
+        assert (policy.stratify is not None) == (form == "trees in bins")
         assert policy.depth_max <= (8 if policy.is_tree else 16)
         assert getattr(policy.shortlist, "size", 1) <= 50
         for group, seen in kinds[policy.draft].items():
@@ -208,28 +217,6 @@ def test_the_space_is_read_off_the_blocks() -> None:
         assert seen == set(GROUPS[group]) - {"by_batch"}
     simplest = {group: {next(iter(each))} for group, each in GROUPS.items()}
     assert kinds["ngram"] == {**simplest, "window": set(GROUPS["window"]) - {"by_batch"}}
-
-
-def test_a_policy_is_placed_in_the_space_by_its_nearest_parameters() -> None:
-    """One that does not speculate, of another draft or a tree that was not fitted has no place."""
-    top_k = {"growth": {"kind": "top_k", "width": 10}, "select": {"top_n": 200}}
-    trial = SPACE.trial(near("fixed", 20, "small", **top_k), 1.0)
-    assert trial is not None
-    sizes = {"window.depth": 8, "growth.width": 6, "select.top_n": 64}
-    assert sizes.items() <= trial.params.items()
-    static = {"growth": {"kind": "static", "paths": [[0], [0, 0]]}}
-    for policy in (AUTOREGRESSIVE, near("fsm"), near("fixed", 2, "small", **static)):
-        assert SPACE.trial(policy, 1.0) is None
-
-
-def test_400_trials_combine_what_the_papers_propose() -> None:
-    """No sampler is told to; prompt lookup, whose space is small, does not take the others'
-    turns."""
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    policies = [SPACE.suggest(study.ask(), SPACE.drafts[n % 2]) for n in range(400)]
-    assert sum(p.stratify is not None for p in policies) >= 30
-    assert sum(p.shortlisted for p in policies) >= 30
-    assert sum(p.is_tree and p.window.kind != "fixed" for p in policies) >= 30
 
 
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:

@@ -17,7 +17,7 @@ from synthetic import flat_profile, over_rows, with_terms
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.dynaspec import cluster
-from spectune.optimizer.fit.shared import one_half, search_texts
+from spectune.optimizer.fit.shared import texts_to_fit
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -65,8 +65,8 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
     pair: LoadedPair, tmp_path: Path, saved: float, trees: tuple[int, int]
 ) -> None:
     """Where the head dominates, chains alone included, at least 8 settings of every kind are tried
-    and one is executed; where it does not, nothing is fitted. Fits saw one half of the texts of the
-    search part."""
+    and one is executed; where it does not, nothing is fitted. No text of the search was fitted
+    to."""
     workload = read_files([str(write_workload(tmp_path / "w.jsonl", 16))])
     rows = pair.models["near"].output.rows
     width, depth = trees
@@ -81,10 +81,9 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
         routers = store.list_artifacts(ROUTER)
         if routers:
             document = store.get_artifact(routers[0].id).document
-            texts = search_texts(store, document["recording"], pair.spec)
-            half = [t.request_id for t in one_half(texts)]
-            assert document["request_ids"] == half
-            assert 0 < len(half) < len(texts)
+            texts = texts_to_fit(store, document["recording"], pair.spec)
+            assert document["request_ids"] == [t.request_id for t in texts]
+            assert not {*document["request_ids"]} & {*study.document["requests"]}
     tried = [t["policy"]["shortlist"] for t in study.trials]
     settings = {json.dumps(s) for s in tried if s["kind"] != "full"}
     executed = {c.policy.shortlist.kind for c in tuned.candidates} - {"full"}

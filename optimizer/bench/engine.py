@@ -342,7 +342,8 @@ def engine_bench(
     replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
     opened = open_trace(store, info.id, replayed)
     trace, requests = opened.trace, list[RecordedRequest]()
-    parts = recorded_parts(store, info.id, opened.ordinals)
+    fit, search, *rest = recorded_parts(store, info.id, opened.ordinals)
+    parts = Parts([], sorted([*fit, *search]), *rest)  # nothing is fitted to these
     if arrivals.partition("@")[0] == "recorded":
         requests += store.load(info.id, (), steps=True, ordinals=opened.ordinals).requests
         # They are stored in the order in which they ended.

@@ -4,7 +4,8 @@ recording, and what it is worth on the rest of it.
 Replay gives the seconds of every candidate for every recorded request, so that equation 5's least
 squares predict what decides: the logarithm of a candidate's seconds over those of the fastest
 single one. A ridge chosen by leave-one-out cross-validation keeps to that one where prompts tell
-nothing. One half of the search part is fitted to, the other tells whether choosing gains anything.
+nothing. The requests of the search, which nothing is fitted to, tell whether choosing gains
+anything.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def fit_recorded(
             f"recording {info.id} is of {info.engine}, which follows no policy by prompt; "
             "`record` its prompts here and fit to that"
         )
-    costs, profile_id = profile_of(store, pair.id, profile, **pair.place)
+    costs = profile_of(store, pair.id, profile, **pair.place)
     drafts = [draft for draft in pair.draft_names if draft in info.drafts]
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
     opened = open_trace(store, info.id, replayed, skip_corrupted=True)
@@ -84,7 +85,7 @@ def fit_recorded(
         longest = min((p.gamma_max for d in drafts for p in trace.panoramas[d]), default=1)
         space, seen = Space(tuple(drafts), longest), trace.select(parts.search)
         candidates = search(seen, costs, space, trials=0).best_of_drafts()[:MOST]
-    about = {"recording": info.id, "profile": profile_id}
+    about = {"recording": info.id, "profile": costs.id}
     return fit_chooser(store, pair, trace, parts, candidates, costs, about, progress=progress)
 
 
@@ -101,13 +102,14 @@ def fit_chooser(
     approximate: bool = False,
     progress: Progress = silent,
 ) -> StoredFit:
-    """Fits a choice between policies to half of a trace's search part, judges it on the other half,
-    and stores it with ``about``. ``StoredFit.policy`` chooses where the gain is beyond noise, else
+    """Fits a choice between policies to the fit part of a trace, judges it on the search part, and
+    stores it with ``about``. ``StoredFit.policy`` chooses where the gain is beyond noise, else
     it is the fastest single candidate. Raises TraceError for too few requests or policies, and for
     trees beyond the recording unless ``approximate``."""
-    if len(parts.search) < LEAST_REQUESTS or len(candidates) < 2:
+    requests = len(parts.fit) + len(parts.search)
+    if requests < LEAST_REQUESTS or len(candidates) < 2:
         raise TraceError(
-            f"{len(parts.search)} requests and {len(candidates)} policies are too few to tell "
+            f"{requests} requests and {len(candidates)} policies are too few to tell "
             f"whether choosing gains anything; it takes {LEAST_REQUESTS} and 2"
         )
     find = artifacts or fitted(store, pair.id)
@@ -117,16 +119,14 @@ def fit_chooser(
     order = seconds[parts.search].sum(0).argsort(kind="stable")
     candidates, seconds = [candidates[k] for k in order], seconds[:, order]
     labels, prompts = [p.label() for p in candidates], _read_prompts(pair, trace, progress)
-    by_category = sorted(parts.search, key=lambda i: trace.trajectories[i].category)
-    fit_to, judge = by_category[::2], by_category[1::2]
-    ratios = np.log(seconds[fit_to] / seconds[fit_to, :1])
-    chooser = _linear(_pipeline().fit(prompts[fit_to], ratios), prompts)
+    ratios = np.log(seconds[parts.fit] / seconds[parts.fit, :1])
+    chooser = _linear(_pipeline().fit(prompts[parts.fit], ratios), prompts)
 
     def worth_on(requests: Sequence[int]) -> dict[str, Any]:
         picks = [chooser.choose_recorded(ids) for ids in prompts[requests, 2]]
         return worth(seconds[requests], np.array(picks, dtype=np.int64), labels)
 
-    judged, rest = worth_on(judge), [*parts.race, *parts.confirm]
+    judged, rest = worth_on(parts.search), [*parts.race, *parts.confirm]
     low = judged["interval"][0]
     chooses = low is not None and low > 0
     document = {
@@ -138,13 +138,12 @@ def fit_chooser(
         "judged": judged,
         "held_out": worth_on(rest) if rest else None,
         "chooses": chooses,
-        "reason": f"on {len(judge)} requests that it was not fitted to, choosing gains "
+        "reason": f"on {len(parts.search)} requests that it was not fitted to, choosing gains "
         f"{100 * judged['gain']:.1f}% over {labels[0]} alone, {'' if chooses else 'not '}beyond "
         "noise",
     }
     arrays = {name: getattr(chooser, name) for name in ("terms", "idf", "weights", "intercept")}
-    origin: dict[str, Any] = {"pair_id": pair.id, "recording": about.get("recording")}
-    artifact = keep(store, DRAFT_CHOOSER, document, arrays, fitted_to=[seconds], **origin)
+    artifact = keep(store, DRAFT_CHOOSER, document, arrays, pair_id=pair.id, evidence=[seconds])
     policy = candidates[0].spelled_out()
     if chooses:
         policy["by_prompt"] = {"artifact": artifact, "others": document["policies"][1:]}

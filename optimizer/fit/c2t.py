@@ -17,11 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from spectune.optimizer.fit import perceptron
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
-from spectune.optimizer.fit.shared import StoredFit, held_out
+from spectune.optimizer.fit.shared import StoredFit
 from spectune.runtime.policies.artifacts import CLASSIFIER
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, nats
 from spectune.runtime.policies.eagle2 import INFINITE
@@ -30,7 +29,6 @@ from spectune.runtime.trees.grow import NONE, Growing, TreeRule
 from spectune.traces.errors import TraceError
 
 Index = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 STARTS: Final = 4000
 """Starts whose nodes a classifier is trained on; each has hundreds."""
@@ -44,25 +42,17 @@ STEPS: Final = 2000
 """Steps of training below which there are more epochs than the paper's, whose data is a thousand
 times a recording's."""
 MOST_EPOCHS: Final = 200
-HELD_OUT: Final = 0.05
-"""Share of the trees that figures are of."""
-LEARNING_RATE: Final = 1e-3
-"""Adam's default. Our text of appendix B.2 has lost the paper's number."""
-NEGATIVES: Final = 1.0
-"""Rejected nodes trained on for each accepted one. Appendix B.2 samples negatives without saying
-how many; as many as positives calls about a tenth of a tree positive at 0.5, as the paper's
-candidate counts do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Nodes of drafted trees, [n] each: codes in 1/256 nat, ``depth`` from 1, ``accepted``, and the
-    ``tree`` that a node is of, whose nodes are trained on or held out together."""
+    start of the ``tree`` that a node is of."""
 
     joint_code: npt.NDArray[np.int32]
     entropy_code: npt.NDArray[np.int32]
     depth: npt.NDArray[np.int32]
-    accepted: Flags
+    accepted: npt.NDArray[np.bool_]
     tree: Index
 
     def __len__(self) -> int:
@@ -72,14 +62,11 @@ class Examples:
         """These rows (numbers or a mask)."""
         return Examples(*(column[rows] for column in vars(self).values()))
 
-    def features(self) -> torch.Tensor:
+    def features(self) -> npt.NDArray[np.float64]:
         """Raw features float64 [n, 3]: joint probability, entropy in nats, depth."""
-        columns = (
-            np.exp(-nats(self.joint_code)),
-            nats(self.entropy_code),
-            self.depth.astype(np.float64),
+        return np.stack(
+            [np.exp(-nats(self.joint_code)), nats(self.entropy_code), self.depth], axis=1
         )
-        return torch.from_numpy(np.stack(columns, axis=1))
 
 
 def fit_c2t(
@@ -101,18 +88,9 @@ def fit_c2t(
     trees = source.trees
     width, depth = width or trees.forest.width, depth or trees.forest.depth
     examples = classifier_examples(trees, width, depth, count=starts, seed=seed, progress=progress)
-    if epochs is None:
-        balanced = (1 + NEGATIVES) * int(examples.accepted.sum())
-        epochs = min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / max(1.0, balanced / BATCH))))
-    try:
-        weights, metrics = train(
-            examples, hidden=hidden, epochs=epochs, seed=seed, progress=progress
-        )
-    except ValueError as error:
-        raise TraceError(f"recording {source.info.id}: {error}") from None
+    weights = train(examples, hidden=hidden, epochs=epochs, seed=seed)
     fitted = {
         "hidden": weights.hidden,
-        "metrics": metrics,
         "depth": depth,
         "width": width,
         "starts": len(np.unique(examples.tree)),
@@ -125,7 +103,7 @@ def fit_c2t(
         CLASSIFIER,
         fitted,
         {name: getattr(weights, name) for name in WEIGHTS},
-        tuple(vars(examples).values()),
+        list(vars(examples).values()),
         depth,
         lambda artifact: {"growth": {**growth, "artifact": artifact}},
     )
@@ -142,7 +120,7 @@ def classifier_examples(
 ) -> Examples:
     """C2T's training data (section 4.2) of at most ``count`` starts: every node of their EAGLE-2
     trees, all children of expanded nodes, as far as the text goes on. A node is accepted if it lies
-    on the text; ``tree`` is its start. Raises TraceError when too little was recorded."""
+    on the text. Raises TraceError when too little was recorded."""
     starts = trees.pick(1, count, seed)
     parts: list[Examples] = []
     done = 0
@@ -189,65 +167,29 @@ def _grown(trees: RecordedTrees, rule: TreeRule, starts: Index, depth: int) -> I
         front = np.where(there, forest.child[np.maximum(parent, 0), rank], -1).astype(np.int64)
 
 
-def evaluate(classifier: ClassifierWeights, examples: Examples) -> dict[str, float | None]:
-    """Appendix B.2's figures over all examples: ``recall``, the share of accepted nodes with a
-    confidence above 0.5 (None where none was accepted), and ``positive_rate``, the share of all
-    nodes with one."""
-    chosen = classifier.confidence(examples.joint_code, examples.entropy_code, examples.depth) > 0.5
-    accepted = examples.accepted
-    recall = float(chosen[accepted].mean()) if accepted.any() else None
-    return {"recall": recall, "positive_rate": float(chosen.mean())}
-
-
 def train(
-    examples: Examples,
-    *,
-    hidden: int = HIDDEN,
-    epochs: int = EPOCHS,
-    batch: int = BATCH,
-    learning_rate: float = LEARNING_RATE,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> tuple[ClassifierWeights, dict[str, Any]]:
-    """Trains a classifier as appendix B.2; returns its weights and its figures, JSON-ready.
-
-    :data:`HELD_OUT` of the trees are kept for :func:`evaluate`, as they are; of the others all
-    accepted nodes and :data:`NEGATIVES` times as many rejected ones, drawn once without
-    replacement, are trained on. Raises ValueError where there are fewer than two trees, or nothing
-    accepted or rejected among those trained on.
-    """
-    apart = held_out(examples.tree, HELD_OUT, seed)
-    held, learning = examples.take(apart), _balanced(examples.take(~apart), seed)
-    model = perceptron.train(
-        learning.features(),
-        torch.from_numpy(learning.accepted)[:, None],
-        hidden=hidden,
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        seed=seed,
-        progress=progress,
-    )
-    w1, b1, w2, b2 = (w.numpy() for w in perceptron.weights(model))
-    classifier, positives = ClassifierWeights(w1, b1, w2[0], b2), int(learning.accepted.sum())
-    return classifier, {
-        **evaluate(classifier, held),
-        "positives": positives,
-        "negatives": len(learning) - positives,
-        "held_out": len(held),
-        "epochs": epochs,
-    }
-
-
-def _balanced(examples: Examples, seed: int) -> Examples:
-    """All accepted nodes, and :data:`NEGATIVES` times as many rejected ones at random, as far as
-    there are."""
-    positive, negative = np.flatnonzero(examples.accepted), np.flatnonzero(~examples.accepted)
-    if not len(positive) or not len(negative):
-        raise ValueError(
-            f"nothing to tell apart: {len(positive)} accepted and {len(negative)} rejected nodes "
-            "to train on"
+    examples: Examples, *, hidden: int = HIDDEN, epochs: int | None = None, seed: int = 0
+) -> ClassifierWeights:
+    """Trains a classifier as appendix B.2, on all accepted nodes and as many rejected ones, drawn
+    once without replacement: the paper does not say how many, and these call about a tenth of a
+    tree positive at 0.5, as its candidate counts do. Raises TraceError where nothing is accepted or
+    rejected."""
+    accepted, rejected = np.flatnonzero(examples.accepted), np.flatnonzero(~examples.accepted)
+    if not len(accepted) or not len(rejected):
+        raise TraceError(
+            f"nothing to tell apart: {len(accepted)} accepted and {len(rejected)} rejected nodes "
+            "to train on; record more requests"
         )
-    count = min(len(negative), max(1, round(NEGATIVES * len(positive))))
-    drawn = np.random.default_rng(seed).choice(negative, count, replace=False)
-    return examples.take(np.sort(np.concatenate([positive, drawn])))
+    count = min(len(rejected), len(accepted))
+    drawn = np.random.default_rng(seed).choice(rejected, count, replace=False)
+    learning = examples.take(np.sort(np.concatenate([accepted, drawn])))
+    steps = max(1.0, len(learning) / BATCH)
+    w1, b1, w2, b2 = perceptron.train(
+        learning.features(),
+        learning.accepted,
+        hidden=hidden,
+        epochs=epochs or min(MOST_EPOCHS, max(EPOCHS, math.ceil(STEPS / steps))),
+        batch=BATCH,
+        seed=seed,
+    )
+    return ClassifierWeights(w1, b1, w2[0], b2)

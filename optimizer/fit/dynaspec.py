@@ -17,10 +17,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from sklearn.cluster import KMeans, MiniBatchKMeans
+from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
 from spectune.optimizer.fit import perceptron
-from spectune.optimizer.fit.shared import StoredFit, keep, search_texts
+from spectune.optimizer.fit.shared import StoredFit, keep, texts_to_fit
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CHUNK
@@ -56,17 +58,19 @@ def fit_router(
     labels: int = LABELS,
     epochs: int = EPOCHS,
     seed: int = 0,
-    half: bool = False,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores clusters of a draft's output head with a router trained on what the draft says over
     recorded texts.
 
-    ``clusters``: M, by default :func:`default_clusters`; ``labels``: L; ``half``: of the texts that
-    a search may see one half, so that the other can judge. Raises PolicyError for a draft without
-    an output head, TraceError for a recording of another pair or without an output.
+    ``clusters``: M, by default :func:`default_clusters`; ``labels``: L. Raises PolicyError for a
+    draft without an output head, TraceError for a recording of another pair or without an output.
     """
-    check_draft(pair, draft)
+    if draft not in pair.models:
+        raise PolicyError(
+            f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it "
+            f"has: {', '.join(pair.models) or 'none'}"
+        )
     output = pair.models[draft].output
     count = clusters or default_clusters(output.rows)
     if count > output.rows:
@@ -74,22 +78,14 @@ def fit_router(
             f"fit.clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
             "for at most so many"
         )
-    texts = search_texts(store, recording, pair.spec, half=half)
+    texts = texts_to_fit(store, recording, pair.spec)
     progress("clusters", 0, 1)
     partition = cluster(output.weight.cpu().float().numpy(), count, seed=seed)
     progress("clusters", 1, 1)
     inputs, top = contexts(pair, draft, texts, min(labels, output.rows), progress)
-    router = perceptron.train(
-        inputs,
-        cluster_labels(top, partition),
-        hidden=hidden,
-        epochs=epochs,
-        batch=BATCH,
-        learning_rate=1e-3,
-        seed=seed,
-        progress=progress,
+    weights = perceptron.train(
+        inputs, cluster_labels(top, partition), hidden=hidden, epochs=epochs, batch=BATCH, seed=seed
     )
-    weights = tuple(w.numpy() for w in perceptron.weights(router))
     routing = Routing(weights, partition, output.hash)
     described, arrays = routing.to_document()
     document = {
@@ -104,22 +100,12 @@ def fit_router(
         "seed": seed,
         "cluster_sizes": partition.sizes.tolist(),
     }
-    evidence = (top.numpy(),)
-    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, fitted_to=evidence)
+    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, evidence=[top])
     first = max(1, count // 4)
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
     shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
     policy = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
     return StoredFit(artifact, ROUTER, document, policy)
-
-
-def check_draft(pair: LoadedPair, draft: str) -> None:
-    """Raises PolicyError for a draft without an output head."""
-    if draft not in pair.models:
-        raise PolicyError(
-            f"--draft {draft}: pair {pair.spec.name} has no such draft with an output head; it "
-            f"has: {', '.join(pair.models) or 'none'}"
-        )
 
 
 def default_clusters(vocab: int) -> int:
@@ -135,21 +121,11 @@ def default_clusters(vocab: int) -> int:
 def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
     """``count`` = M clusters of the tokens by the direction of their rows of ``head``, floats
     [vocab, d]: k-means of the rows scaled to length 1; unbalanced, as in the paper. The head is
-    W_LM transposed, as checkpoints hold it. Raises PolicyError for rows that are not finite."""
-    from sklearn.cluster import KMeans, MiniBatchKMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    if not np.isfinite(head).all():
-        token = int(np.argmin(np.isfinite(head).all(axis=1)))
-        raise PolicyError(
-            f"the output head has a number that is not finite, in the row of token {token}; use "
-            "another checkpoint"
-        )
+    W_LM transposed, as checkpoints hold it."""
     unit = head / np.maximum(np.linalg.norm(head, axis=1, keepdims=True), 1e-12)
+    model = KMeans(count, random_state=seed, n_init=1)
     if head.size * count > LARGE:
         model = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count))
-    else:
-        model = KMeans(count, random_state=seed, n_init=1)
     with warnings.catch_warnings():
         # Fewer distinct rows than clusters: some stay empty.
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -163,7 +139,7 @@ def contexts(
     texts: Sequence[Trajectory],
     labels: int,
     progress: Progress = silent,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[FloatArray, npt.NDArray[np.int64]]:
     """What a draft says after every output token of texts: float32 [n, d_e + d], the embedding of
     the current token and the state of the one before it, and int64 [n, labels], the most probable
     rows of its output head. Raises TraceError where texts have no output."""
@@ -182,7 +158,7 @@ def contexts(
         progress("contexts", n + 1, len(texts))
     if not top:
         raise TraceError("a router is trained on outputs: record at least one request with any")
-    return torch.cat(inputs), torch.cat(top)
+    return torch.cat(inputs).numpy(), torch.cat(top).numpy()
 
 
 def hidden_states(pair: LoadedPair, draft: str, ids: Sequence[int]) -> Tensor:
@@ -209,8 +185,9 @@ def hidden_states(pair: LoadedPair, draft: str, ids: Sequence[int]) -> Tensor:
     return torch.cat(states)
 
 
-def cluster_labels(top: Tensor, clusters: Clusters) -> Tensor:
+def cluster_labels(top: npt.NDArray[np.int64], clusters: Clusters) -> npt.NDArray[np.bool_]:
     """y of section 4.2: which clusters hold one of each context's tokens ``top`` [n, L], bool [n,
     M]."""
-    labels = torch.zeros(len(top), clusters.count, dtype=torch.bool)
-    return labels.scatter_(1, torch.from_numpy(clusters.of)[top], True)
+    labels = np.zeros((len(top), clusters.count), dtype=np.bool_)
+    np.put_along_axis(labels, clusters.of[top], True, axis=1)
+    return labels

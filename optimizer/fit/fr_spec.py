@@ -3,19 +3,19 @@ and the order that they give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import StoredFit, keep, search_texts
+from spectune.optimizer.fit.shared import StoredFit, keep, texts_to_fit
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.errors import TraceError, WorkloadError
+from spectune.traces.errors import WorkloadError
 from spectune.traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
@@ -27,63 +27,44 @@ def fit_fr_spec(
     pair: LoadedPair,
     *,
     corpus: Sequence[str] = (),
-    half: bool = False,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores the vocabulary by how often its tokens occur in recorded texts, prompts included, or
     in the text files of ``corpus``.
 
-    EOS and the tokenizer's special tokens come first. ``half``: of the texts that a search may see
-    one half, so that the other can judge. Raises TraceError for a recording of another pair or
-    without texts, WorkloadError for a file that cannot be read or is empty.
+    EOS and the tokenizer's special tokens come first. Raises TraceError for a recording of another
+    pair or without texts, WorkloadError for a file that cannot be read or is empty.
     """
     progress("counting", 0, 1)
-    source: dict[str, Any] = {"corpus": list(corpus)}
     if corpus:
         token_ids = [np.array(_tokens_of(pair, name)) for name in corpus]
+        source: dict[str, Any] = {"corpus": list(corpus)}
     else:
-        texts = search_texts(store, recording, pair.spec, half=half)
+        texts = texts_to_fit(store, recording, pair.spec)
         token_ids = [np.concatenate([t.prompt_ids, t.output_ids]) for t in texts]
         source = {"recording": recording, "request_ids": [t.request_id for t in texts]}
-    counts = count_tokens(token_ids, pair.target.vocab_size)
+    counts = np.bincount(np.concatenate(token_ids), minlength=pair.target.vocab_size)
     special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
     order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
     progress("counting", 1, 1)
     described, arrays = order.to_document()
-    total, covered = int(counts.sum()), np.cumsum(counts[order.order])
+    covered = np.cumsum(counts[order.order]) / counts.sum()
     sizes = sorted({min(order.vocab, 1 << bits) for bits in range(6, 20)})
     document = {
         **source,
         "pair": pair.id,
         **described,
-        "tokens": total,
+        "tokens": int(counts.sum()),
         "distinct": int((counts > 0).sum()),
-        "coverage": {
-            str(size): round(float(covered[order.size(size) - 1]) / max(1, total), 6)
-            for size in sizes
-        },
+        "coverage": {str(n): round(float(covered[order.size(n) - 1]), 6) for n in sizes},
     }
-    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, fitted_to=(counts,))
+    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, evidence=[counts])
     policy = {
         "draft": next(iter(pair.models), "DRAFT"),
         "window": {"kind": "fixed", "gamma": 4},
         "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
     }
     return StoredFit(artifact, FREQUENCIES, document, policy)
-
-
-def count_tokens(texts: Iterable[npt.NDArray[np.integer]], vocab: int) -> IntArray:
-    """How often each token occurs in ``texts`` (token ids each): int64 [vocab]. Raises TraceError
-    for an id that is not within 0..vocab - 1."""
-    counts = np.zeros(vocab, dtype=np.int64)
-    for number, ids in enumerate(texts):
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            raise TraceError(
-                f"text {number}: token ids {int(ids.min())} to {int(ids.max())} are not in a "
-                f"vocabulary of {vocab} tokens; count texts that the pair's own tokenizer made"
-            )
-        counts += np.bincount(ids.astype(np.int64), minlength=vocab)
-    return counts
 
 
 def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies:
@@ -98,19 +79,17 @@ def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies
 
 def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        ids = pair.encode(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(
             f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files "
             "in UTF-8"
         ) from None
-    ids = pair.encode(text)
     if not ids:
         raise WorkloadError(f"--corpus {name}: the file has no tokens")
     if (unknown := max(ids)) >= pair.target.vocab_size:
         raise WorkloadError(
-            f"--corpus {name}: the tokenizer makes {pair.tokenizer.decode([unknown])!r} token "
-            f"{unknown}, but the models know {pair.target.vocab_size} tokens; leave it out of the "
-            "file, or give the tokenizer that the models were trained with"
+            f"--corpus {name}: the tokenizer makes token {unknown}, but the models know "
+            f"{pair.target.vocab_size} tokens; give the tokenizer that they were trained with"
         )
     return ids

@@ -8,16 +8,17 @@ N selected ones by joint cost; 0 when nothing was accepted.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.tree import DecisionTreeRegressor
 
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.simulate.forest import tabulate_growth
-from spectune.optimizer.simulate.tree_tables import NEVER, GrowthTable
+from spectune.optimizer.simulate.tree_tables import NEVER
 from spectune.runtime.policies.artifacts import BINS
 from spectune.runtime.policies.document import DEFAULT_TOP_N
 from spectune.runtime.progress import Progress, silent
@@ -48,30 +49,6 @@ class Rounds:
     fully_accepted: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Bins:
-    """``thresholds`` in 1/256 nat, ascending, for Phi over ``depth`` distributions: the bin is the
-    number of thresholds below Phi.
-
-    ``statistics`` of each bin: over the fitted rounds ``count``, ``mean_tcr``, ``mean_phi`` in
-    1/256 nat; over all rounds the ``share`` that falls into it, and ``fully_accepted``, the
-    share of those.
-    ``within_variance``: the sum over bins of |D_j| / |D| times the variance of the rank in D_j.
-    Equation 2 as printed multiplies |D_j| / |D| with a sum over D_j and so counts the size twice,
-    which CART does not. ``explained`` is R^2, 0 where all ranks are equal. ``fallback``: there were
-    too few fully accepted rounds, and all were fitted. ``rounds``: how many were.
-    """
-
-    thresholds: tuple[int, ...]
-    depth: int
-    tree_depth: int
-    rounds: int
-    statistics: list[dict[str, float]]
-    within_variance: float
-    explained: float
-    fallback: bool
-
-
 def fit_heterospec(
     source: TreeSource,
     *,
@@ -91,21 +68,22 @@ def fit_heterospec(
     forest = source.trees.forest
     width = width or forest.width
     depth = depth or max(1, forest.depth - ALPHA)
-    trees = source.trees
-    rounds = bin_rounds(trees, width, depth, top_n, count=starts, seed=seed, progress=progress)
-    bins = fit_bins(rounds, depth)
-    if not bins.thresholds:
+    progress("bins", 0, 1)
+    rounds = bin_rounds(source.trees, width, depth, top_n, count=starts, seed=seed)
+    bins = fit_bins(rounds)
+    progress("bins", 1, 1)
+    if not bins["thresholds"]:
         raise TraceError(
-            f"recording {source.info.id}: ranks do not depend on entropy in the {bins.rounds} "
+            f"recording {source.info.id}: ranks do not depend on entropy in the {bins['rounds']} "
             f"rounds of draft {forest.draft!r}, so there is but one bin; record more requests, or "
             "fit deeper trees (--set fit.depth=D)"
         )
-    fitted = {"width": width, "top_n": top_n, "starts": len(rounds.phi), "seed": seed}
+    sizes = {"depth": depth, "width": width, "top_n": top_n, "starts": len(rounds.phi)}
     return source.keep(
         BINS,
-        asdict(bins) | fitted,
+        {**bins, **sizes, "seed": seed},
         {},
-        (rounds.phi, rounds.tcr, rounds.fully_accepted),
+        [rounds.phi, rounds.tcr, rounds.fully_accepted],
         depth,
         lambda artifact: {
             "growth": {"kind": "top_k", "width": width},
@@ -115,92 +93,60 @@ def fit_heterospec(
     )
 
 
-def terminal_ranks(table: GrowthTable, top_n: int) -> tuple[Index, Index]:
-    """(accepted drafted tokens, TCR) of every start of a growth table at its whole depth under a
-    selection of ``top_n``, int64 [starts]."""
-    rank = table.rank[:, table.depth - 1].astype(np.int64)
-    accepted = np.logical_and.accumulate(rank < top_n, axis=1).sum(1)
-    deepest = np.take_along_axis(rank, np.maximum(accepted - 1, 0)[:, None], 1)[:, 0]
-    return accepted, np.where(accepted > 0, deepest + 1, 0)
-
-
 def bin_rounds(
-    trees: RecordedTrees,
-    width: int,
-    depth: int,
-    top_n: int,
-    *,
-    count: int,
-    seed: int = 0,
-    progress: Progress = silent,
+    trees: RecordedTrees, width: int, depth: int, top_n: int, *, count: int, seed: int = 0
 ) -> Rounds:
     """The rounds of at most ``count`` starts under EAGLE-2's growth. Starts whose text ends within
     ``depth`` tokens are left out: what they would have accepted is not known. Raises TraceError
     when too little was recorded."""
     by_temperature, starts = trees.rules(width, depth), trees.pick(depth, count, seed)
-    progress("trees", 0, len(starts))
     forest, sampled = trees.forest, trees.sampled[starts]
     forest = replace(forest, root=forest.root[starts], limit=forest.limit[starts])
     rules = [(rule, np.flatnonzero(sampled == hot)) for hot, rule in enumerate(by_temperature)]
     table = tabulate_growth(forest, rules, depth)
-    accepted, tcr = terminal_ranks(table, top_n)
-    known = (table.missing == NEVER) | (table.missing > depth)
-    progress("trees", len(starts), len(starts))
-    phi = table.phi[known, depth - 1].astype(np.int64)
-    return Rounds(phi, tcr[known], accepted[known] == depth)
+    complete = (table.missing == NEVER) | (table.missing > depth)
+    rank = table.rank[complete, depth - 1].astype(np.int64)
+    accepted = np.logical_and.accumulate(rank < top_n, axis=1).sum(1)
+    deepest = np.take_along_axis(rank, np.maximum(accepted - 1, 0)[:, None], 1)[:, 0]
+    phi = table.phi[complete, depth - 1].astype(np.int64)
+    return Rounds(phi, np.where(accepted > 0, deepest + 1, 0), accepted == depth)
 
 
-def fit_bins(rounds: Rounds, depth: int) -> Bins:
-    """Fits thresholds to rounds whose Phi is over ``depth`` distributions.
+def fit_bins(rounds: Rounds) -> dict[str, Any]:
+    """Thresholds of Phi, and what they were fitted to, JSON-ready: a bin is the number of
+    ``thresholds`` below Phi.
 
     As in the paper only the fully accepted rounds are fitted, all of them where those are fewer
-    than :data:`MIN_FULL` (``fallback``). A tree may find fewer than 8 bins. Raises
-    TraceError without rounds.
+    than :data:`MIN_FULL` (``fallback``). A tree may find fewer than 8 bins. ``statistics`` of each
+    bin: over the fitted rounds ``count`` and ``mean_tcr``; over all rounds the ``share`` that falls
+    into it, and ``fully_accepted``, the share of those. ``explained`` is R^2, 0 where all ranks are
+    equal. Raises TraceError without rounds.
     """
     if not len(rounds.phi):
         raise TraceError("bins cannot be fitted to no rounds; record more, or longer, requests")
     full = rounds.fully_accepted
     fallback = int(full.sum()) < MIN_FULL
-    which = np.ones_like(full) if fallback else full
-    phi, tcr = rounds.phi[which], rounds.tcr[which]
-    thresholds = _thresholds(phi, tcr)
-    bins, everywhere = np.searchsorted(thresholds, phi), np.searchsorted(thresholds, rounds.phi)
-    statistics: list[dict[str, float]] = []
-    within = 0.0
-    for b in range(len(thresholds) + 1):
-        mine, found = bins == b, everywhere == b
-        within += int(mine.sum()) * float(tcr[mine].var())
-        statistics.append(
-            {
-                "count": int(mine.sum()),
-                "mean_tcr": float(tcr[mine].mean()),
-                "mean_phi": float(phi[mine].mean()),
-                "share": float(found.mean()),
-                "fully_accepted": float(full[found].mean()),
-            }
-        )
-    within /= len(tcr)
-    total = float(tcr.var())
-    return Bins(
-        thresholds=tuple(thresholds.tolist()),
-        depth=depth,
-        tree_depth=LAYERS,
-        rounds=len(phi),
-        statistics=statistics,
-        within_variance=within,
-        explained=1.0 - within / total if total else 0.0,
-        fallback=fallback,
-    )
-
-
-def _thresholds(phi: Index, tcr: Index) -> Index:
-    """The splits of a CART regression tree, ascending: scikit-learn goes left where x <= t, so for
-    whole x floor(t) splits alike."""
-    from sklearn.tree import DecisionTreeRegressor
-
-    model = DecisionTreeRegressor(
-        max_depth=LAYERS, min_samples_leaf=max(1, int(MIN_SHARE * len(phi))), random_state=0
-    )
-    tree = model.fit(phi.reshape(-1, 1), tcr.astype(np.float64)).tree_
+    fitted = np.ones_like(full) if fallback else full
+    phi, tcr = rounds.phi[fitted], rounds.tcr[fitted].astype(np.float64)
+    leaf = max(1, int(MIN_SHARE * len(phi)))
+    model = DecisionTreeRegressor(max_depth=LAYERS, min_samples_leaf=leaf, random_state=0)
+    tree = model.fit(phi[:, None], tcr).tree_
     splits = np.asarray(tree.threshold)[np.asarray(tree.children_left) >= 0]
-    return np.unique(np.floor(splits).astype(np.int64))
+    # scikit-learn goes left where x <= t, so for whole x floor(t) splits alike
+    thresholds = np.unique(np.floor(splits).astype(np.int64))
+    bins, every_bin = np.searchsorted(thresholds, phi), np.searchsorted(thresholds, rounds.phi)
+    return {
+        "thresholds": thresholds.tolist(),
+        "rounds": len(phi),
+        "statistics": [
+            {
+                "count": int((bins == b).sum()),
+                "mean_tcr": float(tcr[bins == b].mean()),
+                "share": float((every_bin == b).mean()),
+                "fully_accepted": float(full[every_bin == b].mean()),
+            }
+            for b in range(len(thresholds) + 1)
+        ],
+        "explained": float(model.score(phi[:, None], tcr)) if tcr.var() else 0.0,
+        "fallback": fallback,
+    }

@@ -4,14 +4,14 @@ trees are grown by the functions that decode with them, EAGLE-2's growth with it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import Arrays, StoredFit, keep
+from spectune.optimizer.fit.shared import Arrays, StoredFit, keep, too_few_to_fit
 from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -20,7 +20,6 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.rules import compile_tree
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.schema import NAT_SCALE
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
@@ -65,14 +64,14 @@ class RecordedTrees:
     def rules(self, width: int, depth: int) -> tuple[TreeRule, TreeRule]:
         """EAGLE-2's growth at temperature 0 and above. Raises TraceError when wider or deeper trees
         than recorded are asked for."""
-        for what, flag, asked, held in (
+        for noun, flag, size, recorded in (
             ("children of a node", "--tree-width", width, self.forest.width),
             ("levels", "--tree-depth", depth, self.forest.depth),
         ):
-            if not 1 <= asked <= held:
+            if not 1 <= size <= recorded:
                 raise TraceError(
-                    f"{asked} {what} are asked for, the recording holds {held}: `record --resume "
-                    f"ID {flag} {asked}` makes more"
+                    f"{size} {noun} are asked for, the recording holds {recorded}: `record "
+                    f"--resume ID {flag} {size}` makes more"
                 )
         growth = {"kind": "top_k", "width": width}
         window = {"kind": "fixed", "gamma": depth}
@@ -90,56 +89,43 @@ class RecordedTrees:
 
 @dataclass(frozen=True)
 class TreeSource:
-    """What a fit of trees reads: a recording's search part, and one draft's trees over it. Who fits
-    several things loads it once."""
+    """What a fit of trees reads: the requests of a recording that are fitted to, and one draft's
+    trees over them. Who fits several things loads it once."""
 
     store: TraceStore
     info: Recording
     trace: ReplayTrace
     trees: RecordedTrees
 
-    @property
-    def sampled(self) -> bool:
-        return bool(self.trees.sampled[self.trees.starts].any())
-
-    def document(self) -> dict[str, Any]:
-        """What every fitted document says of where it comes from."""
-        return {
-            "draft": self.trees.forest.draft,
-            "pair": self.info.pair_id,
-            "recording": self.info.id,
-            "sampling": asdict(self.info.sampling),
-            "recorded": {"width": self.trees.forest.width, "depth": self.trees.forest.depth},
-            "requests": len(self.trace.order),
-        }
-
     def keep(
         self,
         kind: str,
         fitted: dict[str, Any],
         arrays: Arrays,
-        fitted_to: tuple[npt.NDArray[Any], ...],
+        evidence: Sequence[npt.NDArray[Any]],
         gamma: int,
         blocks: Callable[[str], dict[str, Any]],
     ) -> StoredFit:
-        """Stores what was ``fitted`` (:func:`optimizer.fit.shared.keep`). A policy with it has a
-        window of ``gamma`` and the ``blocks`` of the artifact."""
-        document = self.document() | fitted
-        origin: dict[str, Any] = {
+        """Stores what was ``fitted`` with where it comes from. A policy with it has a window of
+        ``gamma`` and the ``blocks`` of the artifact."""
+        pair_id, draft = self.info.pair_id, self.trees.forest.draft
+        document = {
+            "draft": draft,
+            "pair": pair_id,
             "recording": self.info.id,
-            "requests": list(self.trace.request_ids),
+            "sampling": asdict(self.info.sampling),
+            "recorded": {"width": self.trees.forest.width, "depth": self.trees.forest.depth},
+            "request_ids": list(self.trace.request_ids),
+            **fitted,
         }
-        pair, draft = self.info.pair_id, self.trees.forest.draft
-        artifact = keep(
-            self.store, kind, document, arrays, pair_id=pair, fitted_to=fitted_to, **origin
-        )
+        artifact = keep(self.store, kind, document, arrays, pair_id=pair_id, evidence=evidence)
         policy = {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **blocks(artifact)}
         return StoredFit(artifact, kind, document, policy)
 
 
 def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
-    """The search part of a recording with its trees of a draft. Raises PolicyError for a draft that
-    there is not, or whose trees were not recorded, TraceError where they say nothing."""
+    """The requests of a recording to fit to, with their trees of a draft. Raises PolicyError for a
+    draft that there is not, or whose trees were not recorded, TraceError where they say nothing."""
     info = store.get_recording(recording)
     if draft == "ngram":
         raise PolicyError(
@@ -152,22 +138,8 @@ def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
         )
     policy = parse_policy({"draft": draft, "growth": {"kind": "top_k"}})
     opened = open_trace(store, info.id, [policy], skip_corrupted=True)
-    trace = opened.trace.select(recorded_parts(store, info.id, opened.ordinals).search)
+    parts = recorded_parts(store, info.id, opened.ordinals)
+    if not parts.fit:
+        raise TraceError(too_few_to_fit(info.id, len(opened.ordinals)))
+    trace = opened.trace.select(parts.fit)
     return TreeSource(store, info, trace, RecordedTrees.of(trace, draft))
-
-
-def child_probabilities(
-    logp: npt.NDArray[np.uint16], count: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.float64]:
-    """q of each child [n, k] from codes that were rounded down: the middle of the code's interval,
-    0 for children that do not exist.
-
-    A code of 0 says only that q is above exp(-1/256) = 0.996; there it is what the other recorded
-    children leave, at least that.
-    """
-    exists = np.arange(logp.shape[1]) < count[:, None]
-    q: npt.NDArray[np.float64] = np.where(
-        exists & (logp > 0), np.exp(-(logp + 0.5) / NAT_SCALE), 0.0
-    )
-    first = exists & (logp == 0)
-    return np.where(first, np.maximum(1.0 - q.sum(1, keepdims=True), np.exp(-1 / NAT_SCALE)), q)
