@@ -14,7 +14,8 @@ from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
 from spectune import settings as of
-from spectune.settings import Settings, from_keywords, leaves, read_config, settings_of
+from spectune.options import from_keywords, options_of, read_config, settings_of
+from spectune.settings import Settings
 from spectune.traces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,13 +66,13 @@ def perform(command: str, settings: Settings, talk: Any) -> Result:
 def _function(command: str) -> Callable[..., Result]:
     """A command as a function."""
     model = COMMANDS[command][0]
+    options = options_of(model).values()
+    words = [option.keyword for option in options if option.positional]
 
     def call(*positional: Any, progress: Any = None, **keywords: Any) -> Result:
-        if len(positional) > len(model.positional):
-            raise ConfigError(
-                f"{call.__name__}: at most {len(model.positional)} arguments without a name"
-            )
-        keywords |= zip(model.positional, positional, strict=False)
+        if len(positional) > len(words):
+            raise ConfigError(f"{call.__name__}: at most {len(words)} arguments without a name")
+        keywords |= zip(words, positional, strict=False)
         values = from_keywords(model, keywords)
         settings = settings_of(model, values, read_config(None), python=True)
         session = import_module("spectune.optimizer.commands.session")
@@ -82,11 +83,11 @@ def _function(command: str) -> Callable[..., Result]:
         return result
 
     call.__name__ = call.__qualname__ = command.replace(" ", "_")
-    lines = [f"    {leaf.keyword}: {leaf.field.description}" for leaf in leaves(model).values()]
+    lines = [f"    {option.keyword}: {option.field.description}" for option in options]
     call.__doc__ = "\n".join([model.__doc__ or "", "", *lines])
-    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in model.positional]
-    names = dict.fromkeys(leaf.keyword for leaf in leaves(model).values())
-    rest = [Parameter(n, Parameter.KEYWORD_ONLY) for n in names if n not in model.positional]
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in words]
+    names = dict.fromkeys(option.keyword for option in options if not option.positional)
+    rest = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
     call.__signature__ = Signature([*first, *rest])  # type: ignore[attr-defined]
     return call
 

@@ -20,16 +20,8 @@ from typing import Any
 import click
 
 from spectune import api
-from spectune.settings import (
-    MANY,
-    Leaf,
-    Settings,
-    flags_of,
-    leaves,
-    read_config,
-    settings_of,
-    unknown,
-)
+from spectune.options import Option, options_of, read_config, settings_of, unknown
+from spectune.settings import Settings
 from spectune.traces.errors import ConfigError, SpectuneError
 from spectune.traces.text import one_line
 
@@ -141,8 +133,7 @@ def _usage(error: click.UsageError) -> str:
     ctx = error.ctx
     path = " ".join(ctx.command_path.split()[1:]) if ctx is not None else ""
     if isinstance(error, click.NoSuchOption) and ctx is not None:
-        model = api.COMMANDS.get(path, (None,))[0]
-        further = {leaf.option: key for key, leaf in leaves(model).items()} if model else {}
+        further = {o.name: key for key, o in getattr(ctx.command, "further", {}).items()}
         name = error.option_name.lstrip("-")
         if name in further:
             return f"no option {error.option_name} of `{path}`: say --set {further[name]}=VALUE"
@@ -166,39 +157,20 @@ class Command(click.Command):
 
     def __init__(self, path: str) -> None:
         self.path, self.model = path, api.COMMANDS[path][0]
-        known, flags = leaves(self.model), flags_of(self.model)
-        params: list[click.Parameter] = [
-            click.Argument(
-                [key],
-                required=known[key].field.is_required(),
-                nargs=-1 if known[key].reader in MANY else 1,
-                metavar=key.upper() + ("..." if known[key].reader in MANY else ""),
-            )
-            for key in self.model.arguments
-        ]
-        params += [_option(known[key]) for key in flags]
-        self.further = {
-            k: v for k, v in known.items() if k not in (*flags, "db", *self.model.arguments)
-        }
+        self.options = options_of(self.model)
+        self.further = {k: o for k, o in self.options.items() if o.hidden}
+        params = [_parameter(o) for k, o in self.options.items() if k != "db" and not o.hidden]
+        json_help = "Print one JSON object."
+        params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         if self.further:
-            params.append(
+            set_help = "One of the further settings (--help-all); repeatable."
+            params += [
+                click.Option(["--set"], multiple=True, metavar="KEY=VALUE", help=set_help),
                 click.Option(
-                    ["--set"],
-                    multiple=True,
-                    metavar="KEY=VALUE",
-                    help="One of the further settings (--help-all); repeatable.",
-                )
-            )
-        params.append(
-            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
-        )
-        if self.further:
-            help_all = {"is_flag": True, "is_eager": True, "expose_value": False}
-            params.append(
-                click.Option(
-                    ["--help-all"], callback=self._help_all, help="All settings.", **help_all
-                )
-            )
+                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False,
+                    callback=self._help_all, help="All settings.",
+                ),
+            ]  # fmt: skip
         about = inspect.cleandoc(self.model.__doc__ or "")
         text = f"{about}\n\n\b\nExample:  cli.py {self.model.example}"
         super().__init__(path.split()[-1], params=params, callback=self._run, help=text)
@@ -207,19 +179,17 @@ class Command(click.Command):
         if not value:
             return
         formatter = ctx.make_formatter()
+        rows = [(f"{key}={o.kind.metavar}", _help(o)) for key, o in self.further.items()]
         with formatter.section("Further settings (--set KEY=VALUE, or in spectune.toml)"):
-            formatter.write_dl([(f"{k}={v.metavar}", _help(v)) for k, v in self.further.items()])
+            formatter.write_dl(rows)
         click.echo(f"{ctx.get_help()}\n\n{formatter.getvalue()}", nl=False)
         ctx.exit()
 
     def settings(self, typed: Mapping[str, Any], db: str | None, config: str | None) -> Settings:
         """What is typed, with the environment and the file. Raises ConfigError."""
-        known = leaves(self.model)
-        keys = {leaf.keyword: key for key, leaf in known.items()} | {
-            k: k for k in self.model.arguments
-        }
+        keys = {o.key if o.argument else o.keyword: key for key, o in self.options.items()}
         values = {keys[k]: v for k, v in typed.items() if k in keys and v is not None and v != ()}
-        values |= self._further(typed.get("set", ()))
+        values |= self._set(typed.get("set", ()))
         if db is not None:
             values["db"] = db
         file = None if self.path == "init" else read_config(config)
@@ -237,7 +207,7 @@ class Command(click.Command):
             raise result.failed
         ctx.exit(result.exit_code)
 
-    def _further(self, items: tuple[str, ...]) -> Mapping[str, Any]:
+    def _set(self, items: tuple[str, ...]) -> Mapping[str, Any]:
         """Values by key of ``--set``. Raises ConfigError."""
         values: dict[str, Any] = {}
         for item in items:
@@ -245,46 +215,48 @@ class Command(click.Command):
             group, _, name = key.rpartition(".")
             if not equals:
                 raise ConfigError(f"--set {item}: write --set KEY=VALUE")
-            if group in self.further and self.further[group].metavar == "NAME=PATH":
+            if group in self.options:  # a dictionary: drafts.NAME=PATH
                 values.setdefault(group, {})[name] = value
-            elif key not in leaves(self.model):
-                raise unknown(key, leaves(self.model), "key of --set")
-            elif leaves(self.model)[key].reader in MANY:
+            elif key not in self.options:
+                raise unknown(key, self.options, "key of --set")
+            elif self.options[key].kind.many:
                 values.setdefault(key, []).append(value)
             else:
                 values[key] = value
         return values
 
 
-def _option(leaf: Leaf) -> click.Option:
-    """A field as an option: its value stays text, which :mod:`spectune.settings` reads."""
-    name = f"--{leaf.option}"
-    if leaf.field.annotation is bool:
-        if leaf.default:  # on unless the option says otherwise
-            off = [f"--no-{leaf.option}", leaf.keyword]
-            how = f"Do not {_help(leaf)[0].lower()}{_help(leaf)[1:]}"
-            return click.Option(off, flag_value=False, default=None, type=bool, help=how)
-        return click.Option(
-            [name, leaf.keyword], flag_value=True, default=None, type=bool, help=_help(leaf)
+def _parameter(option: Option) -> click.Parameter:
+    """A field as click has it: its value stays text, which :mod:`spectune.settings` reads."""
+    many, required = option.kind.many, option.field.is_required()
+    if option.argument:
+        name = option.key.upper() + "..." * many
+        return click.Argument(
+            [option.key], required=required, nargs=-1 if many else 1, metavar=name
         )
-    many = leaf.reader in MANY
-    return click.Option([name, leaf.keyword], multiple=many, metavar=leaf.metavar, help=_help(leaf))
+    flag: dict[str, Any] = {"default": None, "type": bool, "help": _help(option)}
+    if option.field.annotation is not bool:
+        names = [f"--{option.name}", option.keyword]
+        return click.Option(names, multiple=many, metavar=option.kind.metavar, help=flag["help"])
+    if not option.default:
+        return click.Option([f"--{option.name}", option.keyword], flag_value=True, **flag)
+    # On unless the option says otherwise.
+    flag["help"] = f"Do not {flag['help'][0].lower()}{flag['help'][1:]}"
+    return click.Option([f"--no-{option.name}", option.keyword], flag_value=False, **flag)
 
 
-def _help(leaf: Leaf) -> str:
-    notes = [f"default: {leaf.shown_default()}"] if leaf.shown_default() else []
-    notes += [leaf.env] if leaf.env else []
-    plain = leaf.field.annotation is bool or not notes
-    return (
-        f"{leaf.field.description}" if plain else f"{leaf.field.description} [{'; '.join(notes)}]"
-    )
+def _help(option: Option) -> str:
+    notes = [f"default: {option.default_text}"] if option.default_text else []
+    notes += [option.env] if option.env else []
+    text = str(option.field.description)
+    return text if option.field.annotation is bool or not notes else f"{text} [{'; '.join(notes)}]"
 
 
 @click.group(
     cls=Door,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.option("--db", metavar="FILE", help=_help(leaves(Settings)["db"]))
+@click.option("--db", metavar="FILE", help=_help(options_of(Settings)["db"]))
 @click.option("--config", metavar="FILE", help="File of defaults; spectune.toml if it is there.")
 @click.version_option(package_name="spectune", message="spectune, %(version)s")
 def main(db: str | None, config: str | None) -> None:

@@ -23,10 +23,10 @@ from synthetic import flat_profile
 
 from spectune import api
 from spectune.cli import Command, main
+from spectune.options import options_of
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import environment
-from spectune.settings import flags_of, leaves
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
 
@@ -175,20 +175,19 @@ def said(words: list[str]) -> list[str]:
     path = next((c for c in (" ".join(words[:2]), *words[:1]) if c in api.COMMANDS), None)
     if path is None:
         return words
-    model = api.COMMANDS[path][0]
-    keys = {leaf.option: key for key, leaf in leaves(model).items()}
-    shown = set(flags_of(model))
+    options = options_of(api.COMMANDS[path][0]).values()
+    hidden = {option.name: option for option in options if option.hidden}
     result: list[str] = []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
-        key = keys.get(name) or keys.get(name.removeprefix("no-"))
-        if not word.startswith("--") or key is None or key in shown:
+        option = hidden.get(name) or hidden.get(name.removeprefix("no-"))
+        if not word.startswith("--") or option is None:
             result.append(word)
-        elif leaves(model)[key].field.annotation is bool:
-            result += ["--set", f"{key}={'true' if name in keys else 'false'}"]
+        elif option.field.annotation is bool:
+            result += ["--set", f"{option.key}={'true' if name in hidden else 'false'}"]
         else:
-            result += ["--set", f"{key}={value if equals else next(rest)}"]
+            result += ["--set", f"{option.key}={value if equals else next(rest)}"]
     return result
 
 

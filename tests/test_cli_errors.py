@@ -26,7 +26,7 @@ from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
 from test_docs import PAGES, blocks
 
-from spectune import api, settings
+from spectune import api, options, settings
 from spectune.cli import main
 from spectune.optimizer.commands.session import write_text
 from spectune.optimizer.inputs import read_files
@@ -265,27 +265,27 @@ def test_what_is_typed_wins_over_the_environment_over_the_file(
 def test_init_writes_a_file_that_says_every_key(door: Door) -> None:
     assert door.json("init")["config"] == "spectune.toml"
     text = Path("spectune.toml").read_text()
-    config = settings.read_config(None)
+    config = options.read_config(None)
     assert config is not None
     assert config.values == {}
     spelled = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
     settings.File.model_validate(spelled)
     keys = {f"{k}.{n}" if isinstance(v, dict) else k for k, v in spelled.items() for n in
             (v if isinstance(v, dict) else [k])}  # fmt: skip
-    assert keys == settings.leaves(settings.File).keys() - {"drafts"}
+    assert keys == options.options_of(settings.File).keys() - {"drafts"}
     assert "spectune.toml exists already; --force replaces it" in door.refused("init")
     assert "no such pair file" in door.refused("init", force=True, pair="none.json")
     assert Path("spectune.toml").read_text() == text
     Path("spectune.toml").write_text("broken")
     assert door.call("init", force=True, pair=door.pair).exit_code == 0
-    config = settings.read_config(None)
+    config = options.read_config(None)
     assert config is not None
     assert [*config.values] == ["pair"]
 
 
 def test_every_key_is_documented() -> None:
     page = PAGES["docs/configuration.md"]
-    assert "\n".join(settings.table()) in page
+    assert "\n".join(options.table()) in page
     (example,) = blocks("docs/configuration.md", "toml")
     settings.File.model_validate(tomllib.loads(example))
 

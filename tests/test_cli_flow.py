@@ -28,7 +28,8 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions
-from spectune.settings import Requests, Scheduled, from_document
+from spectune.options import from_document
+from spectune.settings import Requests, Scheduled
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 

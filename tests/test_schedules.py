@@ -24,7 +24,8 @@ from spectune.db.errors import UnavailableError
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, ScheduleError, next_slot, run_worker
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS
-from spectune.settings import Scheduled, from_document
+from spectune.options import from_document
+from spectune.settings import Scheduled
 from spectune.traces.errors import ConfigError
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)

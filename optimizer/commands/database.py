@@ -6,7 +6,8 @@ from spectune.db.check import check as check_database
 from spectune.db.database import upgrade
 from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import Talk, open_store
-from spectune.settings import DbCheck, DbPrune, DbShow, unknown
+from spectune.options import unknown
+from spectune.settings import DbCheck, DbPrune, DbShow
 from spectune.traces.store.export import plain
 from spectune.traces.store.inventory import KINDS, PRUNED, counts, list_kind
 from spectune.traces.store.inventory import prune as prune_kinds

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import Talk, write_text
+from spectune.options import Option, options_of
 from spectune.runtime.pair import read_pair
-from spectune.settings import MANY, File, Init, Leaf, leaves
+from spectune.settings import File, Init
 from spectune.traces.errors import ConfigError
 
 HEAD = """\
@@ -18,20 +19,20 @@ HEAD = """\
 """
 
 
-def _line(name: str, leaf: Leaf) -> str:
+def _line(name: str, option: Option) -> str:
     """A key that is not said yet, its default or a value for it, and its help."""
     values = {"N": 1, "NUMBER": 1.0, "TIME": "1s", "true|false": True}
-    value = leaf.shown_default() if leaf.metavar == "TIME" else leaf.default
+    value = option.default_text if option.kind.metavar == "TIME" else option.default
     if value in (None, "", ()):
-        value = values.get(leaf.metavar, leaf.metavar.split("|")[0])
-    value = [value] if leaf.reader in MANY else value
-    return f"# {name} = {json.dumps(value)}".ljust(34) + f"# {leaf.field.description}"
+        value = values.get(option.kind.metavar, option.kind.metavar.split("|")[0])
+    value = [value] if option.kind.many else value
+    return f"# {name} = {json.dumps(value)}".ljust(34) + f"# {option.field.description}"
 
 
 def template(pair: str | None) -> str:
     """The file, with every key there is."""
     lines, table = [HEAD], ""
-    for key, leaf in leaves(File).items():
+    for key, option in options_of(File).items():
         group, _, name = key.rpartition(".")
         if group != table:
             table = group
@@ -41,7 +42,7 @@ def template(pair: str | None) -> str:
                 f"pair = {json.dumps(pair, ensure_ascii=False)}".replace("\x7f", "\\u007f")
             )
         elif key != "drafts":
-            lines.append(_line(name, leaf))
+            lines.append(_line(name, option))
     return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ from spectune.db.errors import NotFoundError
 from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
+from spectune.options import without_effect
 from spectune.runtime.checkpoints import is_checkpoint_file
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
@@ -50,7 +51,7 @@ class Talk:
 
     def no_effect(self, settings: Settings, why: str, *prefixes: str) -> None:
         """One note on the options that were typed below these keys."""
-        if options := settings.without_effect(*prefixes):
+        if options := without_effect(settings, *prefixes):
             self.tell(f"no effect {why}: {options}")
 
 
@@ -212,8 +213,8 @@ def _is_database(file: Path) -> bool:
 
 def _inputs(settings: Settings) -> Iterator[str]:
     """Files that a command's settings name."""
-    if settings.config is not None:
-        yield str(settings.config.file)
+    for source in settings.sources.values():
+        yield from filter(os.path.isfile, (source.rpartition(": ")[0],))
     for key in ("pair", "policy", "recording", "workload"):
         value = getattr(settings, key, None)
         for name in value if isinstance(value, tuple) else (value,):

@@ -105,7 +105,7 @@ def _be_quick(s: Tune) -> tuple[Tune, str]:
     """The settings with :data:`QUICK` where nothing was said; a line on what that leaves out."""
     groups = {
         group: getattr(s, group).model_copy(
-            update={k: v for k, v in values.items() if f"{group}.{k}" not in s.keys_said}
+            update={k: v for k, v in values.items() if f"{group}.{k}" not in s.sources}
         )
         for group, values in QUICK.items()
     }

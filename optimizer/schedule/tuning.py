@@ -24,10 +24,11 @@ from spectune.optimizer.tune_load import (
     with_servers,
 )
 from spectune.optimizer.verdict import Tuned
+from spectune.options import from_document
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
-from spectune.settings import Scheduled, from_document
+from spectune.settings import Scheduled
 from spectune.traces.store import TraceStore
 
 
