@@ -8,7 +8,7 @@
 ``rounds``: policies executed, and decoding while a policy is published. ``generate``: transformers
 on the same models and prompts. ``texts``: how many differ from autoregression's, in float64 and in
 bfloat16, as many as ``--seconds`` allow. ``tune``: a whole tuning; stopped after ``--seconds``, it
-goes on where it was when it is called again.
+goes on where it was when it is called again. ``attention`` and ``kernels``: ours beside torch's.
 
 A part's figures are written as soon as it ends, to ``bench/results/gpu-DEVICE.json`` or ``--out``,
 and printed as a table; one that breaks off leaves the others alone. ``--tiny`` proves that a part
@@ -25,17 +25,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from ballast import LARGE, TINY, build
 from lab import GREEDY, ROOT, environment, fixed, parser_of, requests, say, top_k
 from report import rows_table
 from rounding import plain_policies, texts_that_differ
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
@@ -102,6 +105,14 @@ class Bench:
                 means.append(1e3 * (time.perf_counter() - began) / repeats)
         return statistics.median(means)
 
+    def microseconds(self, call: Callable[..., object], *args: Any) -> float:
+        """Of a call with ``args`` on the device alone: the median of many."""
+        if self.device == "cpu":
+            return 1e3 * self.milliseconds(call, *args)
+        from triton.testing import do_bench
+
+        return 1e3 * float(do_bench(lambda: call(*args), rep=50, return_mode="median"))
+
     def wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -153,6 +164,94 @@ def random_target(bench: Bench) -> Any:
     if bench.device == "cuda":
         use_graphs([model], CudaRecorder())
     return model
+
+
+def attention_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> Callable[[], object]:
+    """The runtime's attention of ``query`` [1, heads, n, dim] over ``key``, ``value`` [1, groups,
+    slots, dim] under ``mask`` bool [n, slots], which a pass makes ready once for all layers."""
+    from spectune.runtime.attention import attend, layer_mask
+
+    ready = layer_mask(mask, query.shape[1] // key.shape[1], key[0], value[0])
+    return lambda: attend(query, key, value, ready)
+
+
+def gathered_head(bench: Bench) -> Iterator[Figures]:
+    """Logits of some tokens of the vocabulary, beside those of all."""
+    from spectune.runtime.shortlists import OutputHead
+
+    hidden, vocab = (64, 640) if bench.tiny else (4096, 128256)
+    layer = torch.nn.Linear(hidden, vocab, False, bench.device, bench.random(0).dtype)
+    head = OutputHead(layer)
+
+    def in_torch(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(states, head.weight[ids])
+
+    for count in (64,) if bench.tiny else (1024, 4096, 32768):
+        ids = torch.randperm(vocab, device=bench.device)[:count].sort().values
+        for n in (1,) if bench.tiny else (1, 8, 60):
+            states = bench.random(n, hidden)
+            exact = states.double() @ head.weight[ids].double().T
+            yield {
+                "kernel": f"gathered head, {count} of {vocab} tokens, {n} states",
+                "ours us": bench.microseconds(head.logits, states, ids),
+                "torch us": bench.microseconds(in_torch, states, ids),
+                "error": float((head.logits(states, ids) - exact).norm() / exact.norm()),
+            }
+
+
+def noise(bench: Bench) -> Iterator[Figures]:
+    """The best token under Gumbel noise, beside noise that is stored and added."""
+    from spectune.runtime.sampling import Noise, gumbel, keys_tensor
+
+    vocab, device = 640 if bench.tiny else 128256, torch.device(bench.device)
+    made, tokens = Noise(1, vocab, device), torch.arange(vocab, device=device)
+
+    def in_torch(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (scores + gumbel(keys, tokens)).argmax(-1)
+
+    for n in (1,) if bench.tiny else (1, 8, 61):
+        scores, places = torch.randn(n, vocab, device=device), range(n)
+        keys = keys_tensor(made.keys(places), device)
+        ours, theirs = made.best(scores, None, places), in_torch(scores, keys)
+        yield {
+            "kernel": f"best of {vocab} tokens under noise, {n} states",
+            "ours us": bench.microseconds(made.best, scores, None, places),
+            "torch us": bench.microseconds(in_torch, scores, keys),
+            "error": float((ours != theirs).double().mean()),
+        }
+
+
+def between_products(bench: Bench) -> Iterator[Figures]:
+    """What a fused layer does between products, beside plain torch: rotary and the write to the
+    cache, residual and norm."""
+    from spectune.runtime import fused
+    from spectune.runtime.cuda import launch, layers
+
+    kernels: Any = layers if launch.kernels_run(torch.device(bench.device)) else fused
+    heads, groups, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
+    cache, norm = bench.random(2, groups, 1024, dim), (bench.random(heads * dim), 1e-5)
+    for n in (1,) if bench.tiny else (1, 8, 61):
+        states, rotary = bench.random(n, (heads + 2 * groups) * dim), bench.random(2, n, dim)
+        x, residual = bench.random(2, n, heads * dim)
+        slots = torch.arange(n, device=bench.device)
+        for name, given in (
+            ("rotate_and_write", (states, tuple(rotary), slots, *cache, heads)),
+            ("add_norm", (x, residual, norm)),
+        ):
+            ours, plain = getattr(kernels, name), getattr(fused, name)
+            one, other = (f(*given) for f in (ours, plain))
+            one, other = (x[0] if isinstance(x, tuple) else x for x in (one, other))
+            yield {
+                "kernel": f"{name}, {n} tokens",
+                "ours us": bench.microseconds(ours, *given),
+                "torch us": bench.microseconds(plain, *given),
+                "error": float((one - other).double().norm() / other.double().norm()),
+            }
+
+
+KERNELS = (gathered_head, noise, between_products)
 
 
 # ------------------------------------------------------------------------------------------- parts
@@ -370,7 +469,45 @@ def tuned_figures(tuned: Figures) -> Figures:
     }
 
 
-PARTS = (ballast, passes, rounds, generate, texts, tune)
+def attention(bench: Bench) -> Figures:
+    """Microseconds of attention with a mask, 32 heads of 128 over 8 key-value heads, ours beside
+    torch's kernels; and a pass with 512 cached tokens in a cache of 32k slots beside 1k."""
+    heads, groups, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    if bench.device == "cpu":
+        backends = {"math": SDPBackend.MATH}
+    rows, sdpa = [], F.scaled_dot_product_attention
+    for slots in (64,) if bench.tiny else (512, 1024, 4096):
+        key, value = (bench.random(1, groups, slots, dim) for _ in "kv")
+        for n in (1,) if bench.tiny else (1, 8, 61):
+            query = bench.random(1, heads, n, dim)
+            mask = torch.ones(n, slots, dtype=torch.bool, device=bench.device).tril(slots - n)
+            q, folded = query.reshape(1, groups, -1, dim), mask.repeat(heads // groups, 1)
+            row: Figures = {"cached tokens": slots, "queries": n}
+            row["ours us"] = bench.microseconds(attention_of(query, key, value, mask))
+            for name, backend in backends.items():
+                row[f"{name} us"] = None
+                with sdpa_kernel(backend), suppress(RuntimeError):  # not of these shapes
+                    row[f"{name} us"] = bench.microseconds(sdpa, q, key, value, folded)
+            rows.append(row)
+    cached, large = (16, 512) if bench.tiny else (512, 32768)
+    model = random_target(bench)
+    small_ms, large_ms = (
+        bench.milliseconds(captured_pass(bench, model, 1, cached, capacity))
+        for capacity in (2 * cached, large)
+    )
+    sizes = {f"pass in {2 * cached} slots ms": small_ms, f"pass in {large} slots ms": large_ms}
+    return {"rows": rows, "cache": {**sizes, "ratio": large_ms / small_ms}}
+
+
+@torch.no_grad()
+def kernels(bench: Bench) -> Figures:
+    """Microseconds of kernels of ours beside torch's way to do it, and how far they are from
+    float64's as a part of the result's length."""
+    return {"rows": [row for kernel in KERNELS for row in kernel(bench)]}
+
+
+PARTS = (ballast, passes, rounds, generate, texts, tune, attention, kernels)
 
 
 def main(arguments: Sequence[str]) -> int:

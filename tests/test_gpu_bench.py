@@ -45,6 +45,7 @@ def test_every_part_runs_and_leaves_its_figures(
     exact, other = found["texts"]["rows"]
     assert (exact["dtype"], exact["differ"], exact["again"]) == ("float64", 0, 0)
     assert min(exact["texts"], other["texts"]) > 0
+    assert max(row["error"] for row in found["kernels"]["rows"]) < 1e-3
     assert found["tune"]["rows"][0]["ended"] == "call again to go on"
 
 
