@@ -96,8 +96,8 @@ def in_force(
         policy = published_policy(active)
         check(policy)
     except PolicyError as error:
-        said = str(error).removeprefix(f"publication {active.version}: ")
-        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({said}), so {otherwise}"
+        why = str(error).removeprefix(f"publication {active.version}: ")
+        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({why}), so {otherwise}"
     return policy, ""
 
 
@@ -124,8 +124,8 @@ def policy_of(
 ) -> Policy | None:
     """The policy of a name (:func:`named_policy`), of an id, or for ``active`` the one in force,
     None where none is. Raises PolicyError, and NotFoundError for an unknown id."""
-    if (found := named_policy(name)) is not None:
-        return found
+    if (policy := named_policy(name)) is not None:
+        return policy
     if name != "active":
         stored = store.get_policy(name)
         return _stored(stored, f"policy {stored.id}")
@@ -135,8 +135,8 @@ def policy_of(
 
 def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
-    said = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
-    return {**outcome.to_json(), **said}
+    about = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
+    return {**outcome.to_json(), **about}
 
 
 def tree_size(width: int | None, depth: int | None) -> tuple[int, int]:

@@ -17,18 +17,18 @@ def request_text(store: TraceStore, recording: str, request: str) -> dict[str, A
     ``rounds``. Raises TraceError where the recording has no such request."""
     info = store.get_recording(recording)
     only = TraceFilter(recordings=(info.id,), request=request)
-    found = requests(store, only)
-    if not found:
+    rows = requests(store, only)
+    if not rows:
         raise TraceError(
             f"recording {info.id} has no request {request!r} (see `traces show {info.id}`)"
         )
-    (stored,) = store.iterate(info.id, (), ordinals=[found[-1]["ordinal"]])
+    (stored,) = store.iterate(info.id, (), ordinals=[rows[-1]["ordinal"]])
     ids = [stored.trajectory.prompt_ids.tolist(), stored.trajectory.output_ids.tolist()]
     texts, undecoded = [None, None], ""
     try:
         spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where="its pair")
         tokenizer = target_tokenizer(spec)
-        texts = [tokenizer.decode(of, skip_special_tokens=True) for of in ids]
+        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in ids]
     except PairError as error:
         undecoded = str(error)
     return {

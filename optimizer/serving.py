@@ -137,14 +137,14 @@ def watch(
 def earlier_winners(
     store: TraceStore, pair: LoadedPair, verifier: Verifier, sampling: Sampling, count: int = 5
 ) -> list[Policy]:
-    """The policies of the pair's newest publications, on any device, those that a choice by prompt
-    has one by one; what cannot be read, or used with a verifier, is passed over."""
-    found: dict[str, Policy] = {}
+    """Returns the policies of the pair's newest publications, on any device, those that a choice by
+    prompt has one by one; what cannot be read, or used with a verifier, is passed over."""
+    winners: dict[str, Policy] = {}
     for publication in store.list_publications(pair.id, limit=count):
         try:
             policies = published_policy(publication).candidates
             check_lossless(pair, policies, verifier, sampling)
-            found |= {policy.id: policy for policy in policies}
+            winners |= {policy.id: policy for policy in policies}
         except PolicyError:
             continue
-    return list(found.values())
+    return list(winners.values())

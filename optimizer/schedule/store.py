@@ -154,7 +154,7 @@ class Job:
         once. Returns False, and nothing changes, where the job is no longer this claim's."""
         with self.database.write() as session:
             now = self.database.now(session)
-            values = {"slot": None, "lease_owner": None, "lease_until": None}
+            values: dict[str, Any] = {"slot": None, "lease_owner": None, "lease_until": None}
             if outcome == "released":
                 values = {"lease_owner": None, "lease_until": now}
             attempt = self._ended(now, outcome, result, error)

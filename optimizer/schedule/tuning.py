@@ -53,80 +53,90 @@ def tuning_job(
     def run(job: Job) -> Mapping[str, Any]:
         publication = store.published_under(job.idempotency_key)
         if publication is not None and "winner" in publication.evidence:
-            study = publication.evidence["study"]
-            return _result(publication.evidence, publication.version, page(study))
+            return _result(publication.evidence, publication.version, page)
         settings = from_document(Scheduled, job.settings, f"schedule {job.name}")
+        spec = PairSpec.from_json(settings.pair, where=f"schedule {job.name}")
 
         def step(phase: str, done: int, total: int) -> None:
             job.check()
             progress(f"{job.name}: {phase}", done, total)
 
-        def say(line: str) -> None:
-            tell(f"{job.name}: {line}")
-
-        spec = PairSpec.from_json(settings.pair, where=f"schedule {job.name}")
+        about: Any = {"tell": lambda line: tell(f"{job.name}: {line}"), "progress": step}
         if settings.engine is not None:
-            tuned = _tune_engine(store, spec, settings, job, tell=say, progress=step)
-            version = tuned.published.version if tuned.published else None
-            return _result(tuned.to_json(), version, page(tuned.study))
-        place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
-        key = spec.id, *place.values()
-        if key not in pairs:
-            pairs[key] = load(spec, **place)
-        pair = pairs[key]
-
-        options = tune_options(
-            settings,
-            fresh=settings.fresh and settings.recorded is None,
-            actor="schedule",
-            idempotency_key=job.idempotency_key,
-            guard=job.check,
-        )
-        with pair.torch_threads():
-            if settings.recorded is not None:
-                window = timedelta(seconds=settings.recorded)
-                recording = gather(store, pair.id, window, key=job.idempotency_key, tell=say)
-                tuned = tune_recording(store, pair, recording, options, progress=step)
-            else:
-                workload, _ = made_to_fit(
-                    pair,
-                    read_files(settings.workload, settings.requests),
-                    options.options,
-                    settings.requests.overlong,
-                )
-                tuned = tune(store, pair, workload, options, progress=step)
+            tuned = _tune_engine(store, spec, settings, job, **about)
+        else:
+            place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
+            key = spec.id, *place.values()
+            if key not in pairs:
+                pairs[key] = load(spec, **place)
+            with pairs[key].torch_threads():
+                tuned = _tune_pair(store, pairs[key], settings, job, **about)
         version = tuned.published.version if tuned.published else None
-        return _result(tuned.to_json(), version, page(tuned.study))
+        return _result(tuned.to_json(), version, page)
 
     return run
 
 
+def _tune_pair(
+    store: TraceStore,
+    pair: LoadedPair,
+    settings: Scheduled,
+    job: Job,
+    tell: Callable[[str], None],
+    progress: Progress,
+) -> Tuned:
+    """Tunes on texts that are recorded now, or on a sample of what was recorded lately."""
+    options = tune_options(
+        settings,
+        fresh=settings.fresh and settings.recorded is None,
+        actor="schedule",
+        idempotency_key=job.idempotency_key,
+        guard=job.check,
+    )
+    if settings.recorded is not None:
+        window = timedelta(seconds=settings.recorded)
+        recording = gather(store, pair.id, window, key=job.idempotency_key, tell=tell)
+        return tune_recording(store, pair, recording, options, progress=progress)
+    requests = settings.requests
+    workload = read_files(settings.workload, requests)
+    workload, _ = made_to_fit(pair, workload, options.options, requests.overlong)
+    return tune(store, pair, workload, options, progress=progress)
+
+
 def _tune_engine(
-    store: TraceStore, spec: PairSpec, settings: Scheduled, job: Job, **about: Any
+    store: TraceStore,
+    spec: PairSpec,
+    settings: Scheduled,
+    job: Job,
+    tell: Callable[[str], None],
+    progress: Progress,
 ) -> Tuned:
     """Tunes what an engine recorded last for a load, on servers of its own."""
     assert settings.engine is not None
     info = latest_traffic(store, settings.engine, spec.id)
     objective = objective_of(settings.load)
     arrivals, limit = settings.load.arrivals or "recorded", settings.requests.limit
-    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=about["tell"])
-    search = search_load(store, bench, progress=about["progress"])
+    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=tell)
+    search = search_load(store, bench, progress=progress)
     options = ProveOptions(
         budget_s=settings.race.budget,
         actor="schedule",
         idempotency_key=job.idempotency_key,
         guard=job.check,
-        **about,
+        tell=tell,
+        progress=progress,
     )
     place = place_of(store, info, settings.deployment)
     return prove_load(store, with_servers(search, spec, settings.threads), place, options)[0]
 
 
-def _result(evidence: Mapping[str, Any], version: int | None, report: str | None) -> dict[str, Any]:
+def _result(
+    evidence: Mapping[str, Any], version: int | None, page: Callable[[str], str | None]
+) -> dict[str, Any]:
     return {
         "winner": evidence["winner"]["policy"],
         "label": evidence["winner"]["label"],
         "published": version,
         **{name: evidence[name] for name in ("reason", "recording", "study")},
-        "report": report,
+        "report": page(evidence["study"]),
     }
