@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from spectune.db.errors import CorruptedChunkError, NotFoundError
 from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
 from spectune.runtime.policies.windows import WindowState
@@ -20,14 +17,14 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair (a
     Q-table may be any pair's).
 
-    It raises PolicyError where there is none, or it is damaged. What was found is remembered: an
-    artifact never changes.
+    It raises PolicyError where there is none, or it is damaged. Each is read once, as an artifact
+    never changes.
     """
 
-    known: dict[str, Fitted] = {}
+    loaded: dict[str, Fitted] = {}
 
     def find(name: str) -> Fitted:
-        if name not in known:
+        if name not in loaded:
             try:
                 artifact = store.get_artifact(name)
             except NotFoundError as error:
@@ -50,27 +47,22 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
                     f"artifact {artifact.id} ({artifact.kind}) cannot be used (its document is no "
                     "JSON object)"
                 )
-            known[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
-        return known[name]
+            loaded[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
+        return loaded[name]
 
     return find
-
-
-def q_table(state: WindowState) -> npt.NDArray[np.float64]:
-    """What a Q-learning window has learned, float64 [states, actions]. Raises PolicyError for a
-    window that learns nothing."""
-    if not state.learner.q.size:
-        raise PolicyError(
-            "only a q_learning window learns a Q-table; this policy's window does not"
-        )
-    return state.learner.q
 
 
 def keep_q_table(
     store: TraceStore, state: WindowState, pair_id: str, provenance: Mapping[str, Any]
 ) -> str:
-    """Stores a :func:`q_table`; the artifact's id. Raises PolicyError as that does."""
-    table = q_table(state)
+    """Stores what a Q-learning window has learned, float64 [states, actions]; the artifact's id.
+    Raises PolicyError for a window that learns nothing."""
+    table = state.learner.q
+    if not table.size:
+        raise PolicyError(
+            "only a q_learning window learns a Q-table; this policy's window does not"
+        )
     document = {"states": table.shape[0], "actions": table.shape[1]}
     return store.put_artifact(
         Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance

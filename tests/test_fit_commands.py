@@ -196,7 +196,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
         assert (stored.kind, found["kind"], stored.pair_id) == (kind, kind, info.pair_id)
         assert found.items() >= of.items()
         assert found["request_ids"] == [texts.trajectories[i].request_id for i in fitted_to]
-        assert len(stored.provenance["fitted_to"]) == 64
         beside = {key: found[key] for key in ("artifact", "kind", "policy")}
         assert found == stored.document | beside
         policy = json.dumps(found["policy"])

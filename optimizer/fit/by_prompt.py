@@ -143,11 +143,13 @@ def fit_chooser(
         "noise",
     }
     arrays = {name: getattr(chooser, name) for name in ("terms", "idf", "weights", "intercept")}
-    artifact = keep(store, DRAFT_CHOOSER, document, arrays, pair_id=pair.id, evidence=[seconds])
-    policy = candidates[0].spelled_out()
-    if chooses:
-        policy["by_prompt"] = {"artifact": artifact, "others": document["policies"][1:]}
-    return StoredFit(artifact, DRAFT_CHOOSER, document, policy)
+
+    def policy(artifact: str) -> dict[str, Any]:
+        first, *others = document["policies"]
+        choice = {"by_prompt": {"artifact": artifact, "others": others}} if chooses else {}
+        return {**first, **choice}
+
+    return keep(store, DRAFT_CHOOSER, document, arrays, policy=policy)
 
 
 def _read_prompts(pair: LoadedPair, trace: ReplayTrace, progress: Progress) -> Prompts:

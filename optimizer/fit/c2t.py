@@ -102,10 +102,9 @@ def fit_c2t(
     return source.keep(
         CLASSIFIER,
         fitted,
-        {name: getattr(weights, name) for name in WEIGHTS},
-        list(vars(examples).values()),
         depth,
         lambda artifact: {"growth": {**growth, "artifact": artifact}},
+        {name: getattr(weights, name) for name in WEIGHTS},
     )
 
 

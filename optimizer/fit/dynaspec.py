@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -100,12 +100,14 @@ def fit_router(
         "seed": seed,
         "cluster_sizes": partition.sizes.tolist(),
     }
-    artifact = keep(store, ROUTER, document, arrays, pair_id=pair.id, evidence=[top])
     first = max(1, count // 4)
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
-    shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
-    policy = {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
-    return StoredFit(artifact, ROUTER, document, policy)
+
+    def policy(artifact: str) -> dict[str, Any]:
+        shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
+        return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+
+    return keep(store, ROUTER, document, arrays, policy=policy)
 
 
 def default_clusters(vocab: int) -> int:

@@ -58,13 +58,13 @@ def fit_fr_spec(
         "distinct": int((counts > 0).sum()),
         "coverage": {str(n): round(float(covered[order.size(n) - 1]), 6) for n in sizes},
     }
-    artifact = keep(store, FREQUENCIES, document, arrays, pair_id=pair.id, evidence=[counts])
-    policy = {
-        "draft": next(iter(pair.models), "DRAFT"),
-        "window": {"kind": "fixed", "gamma": 4},
-        "shortlist": {"kind": "frequency", "size": max(1, order.vocab // 4), "artifact": artifact},
-    }
-    return StoredFit(artifact, FREQUENCIES, document, policy)
+    draft, size = next(iter(pair.models), "DRAFT"), max(1, order.vocab // 4)
+
+    def policy(artifact: str) -> dict[str, Any]:
+        shortlist = {"kind": "frequency", "size": size, "artifact": artifact}
+        return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
+
+    return keep(store, FREQUENCIES, document, arrays, policy=policy)
 
 
 def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies:

@@ -82,8 +82,6 @@ def fit_heterospec(
     return source.keep(
         BINS,
         {**bins, **sizes, "seed": seed},
-        {},
-        [rounds.phi, rounds.tcr, rounds.fully_accepted],
         depth,
         lambda artifact: {
             "growth": {"kind": "top_k", "width": width},

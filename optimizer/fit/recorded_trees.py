@@ -4,14 +4,14 @@ trees are grown by the functions that decode with them, EAGLE-2's growth with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.fit.shared import Arrays, StoredFit, keep, too_few_to_fit
+from spectune.optimizer.fit.shared import StoredFit, keep, too_few_to_fit
 from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -101,26 +101,27 @@ class TreeSource:
         self,
         kind: str,
         fitted: dict[str, Any],
-        arrays: Arrays,
-        evidence: Sequence[npt.NDArray[Any]],
         gamma: int,
         blocks: Callable[[str], dict[str, Any]],
+        arrays: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> StoredFit:
         """Stores what was ``fitted`` with where it comes from. A policy with it has a window of
         ``gamma`` and the ``blocks`` of the artifact."""
-        pair_id, draft = self.info.pair_id, self.trees.forest.draft
+        draft, window = self.trees.forest.draft, {"kind": "fixed", "gamma": gamma}
         document = {
             "draft": draft,
-            "pair": pair_id,
+            "pair": self.info.pair_id,
             "recording": self.info.id,
             "sampling": asdict(self.info.sampling),
             "recorded": {"width": self.trees.forest.width, "depth": self.trees.forest.depth},
             "request_ids": list(self.trace.request_ids),
             **fitted,
         }
-        artifact = keep(self.store, kind, document, arrays, pair_id=pair_id, evidence=evidence)
-        policy = {"draft": draft, "window": {"kind": "fixed", "gamma": gamma}, **blocks(artifact)}
-        return StoredFit(artifact, kind, document, policy)
+
+        def policy(artifact: str) -> dict[str, Any]:
+            return {"draft": draft, "window": window, **blocks(artifact)}
+
+        return keep(self.store, kind, document, arrays, policy=policy)
 
 
 def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:

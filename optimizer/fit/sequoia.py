@@ -81,11 +81,10 @@ def fit_sequoia(
         "acceptance": np.round(chance, 6).tolist(),
         "parents": parents.tolist(),
     }
-
-    def blocks(artifact: str) -> dict[str, Any]:
-        return {"growth": {"kind": "static", "artifact": artifact}}
-
-    return source.keep(STATIC_TREE, fitted, {}, [chance, parents], levels, blocks)
+    growth = {"kind": "static"}
+    return source.keep(
+        STATIC_TREE, fitted, levels, lambda artifact: {"growth": {**growth, "artifact": artifact}}
+    )
 
 
 def rank_acceptance(

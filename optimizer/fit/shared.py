@@ -1,14 +1,12 @@
-"""What every fit does: reads the part of a recording that is fitted to, and stores what came of it
-with its evidence."""
+"""What every fit does: reads the part of a recording that is fitted to, and stores what came of
+it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.inputs import recording_of
@@ -17,8 +15,6 @@ from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Trajectory
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,16 @@ def keep(
     store: TraceStore,
     kind: str,
     document: dict[str, Any],
-    arrays: Arrays,
+    arrays: Mapping[str, npt.NDArray[Any]] | None = None,
     *,
-    pair_id: str,
-    evidence: Sequence[npt.NDArray[Any]],
-) -> str:
-    """Stores an artifact with the SHA-256 of the arrays it was fitted to; its id. The same fit is
-    the same artifact."""
-    digest = hashlib.sha256()
-    for array in evidence:
-        digest.update(f"{array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    provenance = {"recording": document.get("recording"), "fitted_to": digest.hexdigest()}
-    return store.put_artifact(kind, document, arrays, pair_id=pair_id, provenance=provenance)
+    policy: Callable[[str], dict[str, Any]],
+) -> StoredFit:
+    """Stores what was fitted for the ``pair`` that its document names; ``policy`` makes one from
+    the artifact's id. The same fit is the same artifact."""
+    origin = {"recording": document.get("recording")}
+    pair_id = document["pair"]
+    artifact = store.put_artifact(kind, document, arrays or {}, pair_id=pair_id, provenance=origin)
+    return StoredFit(artifact, kind, document, policy(artifact))
 
 
 def texts_to_fit(store: TraceStore, recording: str, spec: PairSpec) -> list[Trajectory]:

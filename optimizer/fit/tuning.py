@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from spectune.optimizer.fit.c2t import fit_c2t
@@ -52,7 +53,7 @@ def fit_drafts(
     how: dict[str, Any] = {"progress": progress}
     orders: tuple[str, ...] = ()
     if fixed:
-        orders = _fitted(lambda: fit_fr_spec(store, recording, pair, **how))
+        orders = _fitted(partial(fit_fr_spec, store, recording, pair, **how))
     limits = {}
     for n, draft in enumerate(drafts):
         of = DraftLimits()
@@ -65,8 +66,8 @@ def fit_drafts(
             if draft in fixed:
                 fits |= {"frequency": orders, "position_frequency": orders}
             if draft in routed:
-                here = store, recording, pair, draft
-                fits["clusters"] = _fitted(lambda here=here: fit_router(*here, seed=seed, **how))
+                router = partial(fit_router, store, recording, pair, draft, seed=seed, **how)
+                fits["clusters"] = _fitted(router)
             of = replace(of, rows=rows, clusters=default_clusters(rows), fits={**of.fits, **fits})
         limits[draft] = of
         progress("fit", n + 1, len(drafts))
@@ -76,17 +77,16 @@ def fit_drafts(
 def _tree_limits(source: TreeSource, seed: int) -> DraftLimits:
     extent = source.info.drafts[source.trees.forest.draft]
     width, depth = min(WIDTH, extent.width), max(1, extent.depth - ALPHA)
+    sizes: dict[str, Any] = {"depth": depth, "width": width, "top_n": FEWEST_TOP_N}
     trees: dict[Any, None] = {}
     for nodes, levels in STATIC_SIZES:
         with suppress(TraceError):
-            size = {"nodes": nodes, "depth": min(levels, extent.depth)}
-            trees[StaticGrowth(paths=fit_sequoia(source, **size).document["paths"]).paths] = None
+            fit = fit_sequoia(source, nodes=nodes, depth=min(levels, extent.depth))
+            trees[StaticGrowth(paths=fit.document["paths"]).paths] = None
     fits: Mapping[str, tuple[Any, ...]] = {
         "static": tuple(trees),
-        "classifier": _fitted(lambda: fit_c2t(source, width=width, seed=seed)),
-        "stratify": _fitted(
-            lambda: fit_heterospec(source, depth=depth, width=width, top_n=FEWEST_TOP_N, seed=seed)
-        ),
+        "classifier": _fitted(partial(fit_c2t, source, width=width, seed=seed)),
+        "stratify": _fitted(partial(fit_heterospec, source, **sizes, seed=seed)),
     }
     return DraftLimits(extent.width, extent.depth, fits=fits)
 
