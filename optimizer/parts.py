@@ -72,5 +72,5 @@ def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:
     places: dict[str, list[int]] = {}
     for i in part:
         places.setdefault(categories[i], []).append(i)
-    placed = [((n + 0.5) / len(own), i) for own in places.values() for n, i in enumerate(own)]
+    placed = [((n + 0.5) / len(of), i) for of in places.values() for n, i in enumerate(of)]
     return [i for _, i in sorted(placed)]

@@ -115,18 +115,19 @@ def search(
     trials: int = 400,
     seed: int = 0,
     incumbents: Iterable[Policy] = (),
-    known: Study | None = None,
+    earlier: Study | None = None,
     artifacts: Artifacts | None = None,
-    progress: Callable[[int, int, float], None] = lambda done, total, best: None,
+    progress: Callable[[int, int, float], None] = lambda trial, trials, best: None,
 ) -> Study:
     """Searches a space on a trace.
 
-    ``known`` is a study of this trace and profile that goes on: nothing in it is tried again.
+    ``earlier`` is a study of this trace and profile that goes on: nothing in it is tried again.
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of
     the arguments alone.
     """
-    known = known or Study((), seed, "")
-    tried, beyond = ({t.policy.id: t for t in group} for group in (known.trials, known.beyond))
+    earlier = earlier or Study((), seed, "")
+    groups = earlier.trials, earlier.beyond
+    tried, beyond = ({t.policy.id: t for t in group} for group in groups)
 
     def value_of(policy: Policy, origin: str) -> float | None:
         """Predicted tokens/s; None for a policy that lacks distributions and could not win with
@@ -157,10 +158,10 @@ def search(
     for n in range(trials):
         turn = turns[n % len(turns)]
         for _ in range(1 + RETRIES):
-            asked, before = studies[turn].ask(), len(tried) + len(beyond)
-            value = value_of(space.suggest(asked, *turn), "optuna")
+            trial, before = studies[turn].ask(), len(tried) + len(beyond)
+            value = value_of(space.suggest(trial, *turn), "optuna")
             pruned = optuna.trial.TrialState.PRUNED if value is None else None
-            studies[turn].tell(asked, value, pruned)
+            studies[turn].tell(trial, value, pruned)
             if len(tried) + len(beyond) > before:
                 break
         progress(n + 1, trials, max(t.value for t in tried.values()))
@@ -212,9 +213,9 @@ def rivals(study: Study, chosen: Iterable[Policy], count: int = 3) -> list[Trial
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those
     that are chosen already."""
     fixed = [t for t in study.distinct() if is_fixed(t.policy)]
-    have = {p.id for p in chosen}
+    chosen_ids = {p.id for p in chosen}
     close = [t for t in fixed if t.value >= fixed[0].value * (1 - PREDICTION_ERROR)]
-    return [t for t in close if t.policy.id not in have][:count]
+    return [t for t in close if t.policy.id not in chosen_ids][:count]
 
 
 def is_fixed(policy: Policy) -> bool:

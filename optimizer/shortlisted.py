@@ -98,9 +98,8 @@ class ShortlistedDrafts:
     """Replays policies under shortlists on a recording, and records what that lacks: the
     ``on_demand`` of a trace whose requests have these ``ordinals``.
 
-    Requests that an artifact was fitted to are no evidence for it. They, and those that were not
-    recorded, count as the same policy with the whole head does, scaled by the ratio of the two on
-    the other requests."""
+    Requests that were not recorded count as the same policy with the whole head does, scaled by the
+    ratio of the two on the others."""
 
     store: TraceStore
     pair: LoadedPair | Callable[[], LoadedPair]
@@ -114,7 +113,6 @@ class ShortlistedDrafts:
     progress: Progress = silent
     settings: set[str] = field(default_factory=set)
     """Names of the drafts that were recorded."""
-    _seen: dict[str, frozenset[str]] = field(default_factory=dict)
     _traces: dict[tuple[str, tuple[int, ...]], ReplayTrace] = field(default_factory=dict)
 
     def replay(
@@ -124,13 +122,11 @@ class ShortlistedDrafts:
         profile: LatencyProfile | None,
         **options: Any,
     ) -> Replay:
-        """What a policy costs and yields on the requests of a trace; exact where none of them was
-        seen by the fit and the shortlist is faster on the first few than the whole head. Where
-        ``most`` shortlists were recorded, all rounds under another count as missing."""
+        """What a policy costs and yields on the requests of a trace; exact where the shortlist is
+        faster on the first few than the whole head. Where ``most`` shortlists were recorded, all
+        rounds under another count as missing."""
         name, order = recorded_name(self.store, policy), trace.order.tolist()
-        ids = self._requests_seen(getattr(policy.shortlist, "artifact", ""))
-        unseen = [r for r in order if trace.trajectories[r].request_id not in ids] or order
-        few = unseen[:: max(1, len(unseen) // max(1, self.few))][: self.few]
+        few = order[:: max(1, len(order) // max(1, self.few))][: self.few]
         whole = policy.model_copy(update={"shortlist": FullShortlist()})
         base: Replay | None = None
         with suppress(TraceError, PolicyError):  # its trees may be beyond the recording
@@ -143,7 +139,7 @@ class ShortlistedDrafts:
         seconds = dict(zip(order, base.seconds.tolist(), strict=True))
         part = self._recorded(trace, policy, profile, few, options)
         if part.seconds.sum() < sum(seconds[r] for r in few):
-            few, part = unseen, self._recorded(trace, policy, profile, unseen, options)
+            return self._recorded(trace, policy, profile, order, options)
         if few == order:
             return part
         ratio = float(part.seconds.sum()) / sum(seconds[r] for r in few)
@@ -187,10 +183,3 @@ class ShortlistedDrafts:
             texts = part.trajectories, part.panoramas, ordinals
             part.reader = draft_reader(*here, *texts, rules={name: rule})
         return run_replay(self._traces[key], policy, profile, **{**options, "approximate": False})
-
-    def _requests_seen(self, artifact: str) -> frozenset[str]:
-        """Ids of the requests that an artifact was fitted to."""
-        if artifact not in self._seen:
-            document = self.artifacts(artifact).document
-            self._seen[artifact] = frozenset(document.get("request_ids", ()))
-        return self._seen[artifact]

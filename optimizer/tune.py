@@ -316,8 +316,8 @@ class Tuning:
         )
         return trace, ordinals
 
-    def search(self, trials: int, known: Study | None = None) -> None:
-        """Replays policies on the search part; those of ``known`` are not replayed again."""
+    def search(self, trials: int, study: Study | None = None) -> None:
+        """Replays policies on the search part; those of ``study`` are not replayed again."""
         store, pair, settings = self.store, self.pair, self.settings
         first = self.trace.trajectories[0]
         earlier = earlier_winners(store, pair, first.verifier, first.sampling)
@@ -336,7 +336,7 @@ class Tuning:
                 *(p for p in earlier if p.draft in (*self.drafts, "none")),
             ],
             artifacts=self.artifacts,
-            known=known,
+            earlier=study,
             progress=lambda done, total, best: self.progress(
                 f"search, best {best:.0f} tokens/s", done, total
             ),

@@ -80,7 +80,7 @@ def test_a_search_tries_every_baseline_and_goes_on_from_there(acceptance: float)
     else:
         assert best.value > values[AUTOREGRESSIVE.id]
     assert searched(acceptance, trials=30, seed=1) == study
-    longer = searched(acceptance, trials=30, seed=2, known=study)
+    longer = searched(acceptance, trials=30, seed=2, earlier=study)
     assert {t.policy.id for t in longer.trials} > set(values)
     assert longer.trials[0].value >= study.trials[0].value
 

@@ -113,8 +113,10 @@ def fit_chooser(
             f"whether choosing gains anything; it takes {LEAST_REQUESTS} and 2"
         )
     find = artifacts or fitted(store, pair.id)
-    how: dict[str, Any] = {"artifacts": find, "approximate": approximate}
-    columns = [run_replay(trace, policy, profile, **how).seconds for policy in candidates]
+    columns = [
+        run_replay(trace, policy, profile, artifacts=find, approximate=approximate).seconds
+        for policy in candidates
+    ]
     seconds = np.stack(columns, axis=1)
     order = seconds[parts.search].sum(0).argsort(kind="stable")
     candidates, seconds = [candidates[k] for k in order], seconds[:, order]

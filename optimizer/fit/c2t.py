@@ -122,14 +122,14 @@ def classifier_examples(
     on the text. Raises TraceError when too little was recorded."""
     starts = trees.pick(1, count, seed)
     parts: list[Examples] = []
-    done = 0
+    num_grown = 0
     for is_sampled, rule in enumerate(trees.rules(width, depth)):
         chosen = starts[trees.sampled[starts] == bool(is_sampled)]
         for at in range(0, len(chosen), CHUNK):
             some = chosen[at : at + CHUNK]
             parts += _grown(trees, rule, some, depth)
-            done += len(some)
-            progress("trees", done, len(starts))
+            num_grown += len(some)
+            progress("trees", num_grown, len(starts))
     columns = zip(*(vars(part).values() for part in parts), strict=True)
     return Examples(*(np.concatenate(column) for column in columns))
 
@@ -146,11 +146,11 @@ def _grown(trees: RecordedTrees, rule: TreeRule, starts: Index, depth: int) -> I
         begin, end = grown.size[0, level - 1 : level + 1]
         hit = (front == on[:, None]) & (on >= 0)[:, None]
         slot = forest.text_slot[np.maximum(on, 0)]
-        found = hit.any(1) & (slot < k)
+        goes_on = hit.any(1) & (slot < k)
         accepted = np.zeros((len(starts), end - begin), dtype=np.bool_)
-        accepted[rows[found], (hit.argmax(1) * k + slot)[found]] = True
-        known = (trees.levels[starts] >= level)[:, None]
-        take = (grown.cost[:, begin:end] < INFINITE) & known
+        accepted[rows[goes_on], (hit.argmax(1) * k + slot)[goes_on]] = True
+        in_text = (trees.levels[starts] >= level)[:, None]
+        take = (grown.cost[:, begin:end] < INFINITE) & in_text
         yield Examples(
             grown.q_cost[:, begin:end][take].astype(np.int32),
             forest.entropy[front].repeat(k, 1)[take].astype(np.int32),
@@ -158,7 +158,7 @@ def _grown(trees: RecordedTrees, rule: TreeRule, starts: Index, depth: int) -> I
             accepted[take],
             np.broadcast_to(starts[:, None], take.shape)[take],
         )
-        on = np.where(found, trees.along_text(np.maximum(on, 0)), -1)
+        on = np.where(goes_on, trees.along_text(np.maximum(on, 0)), -1)
         frontier = grown.frontier[0, level]
         above, rank = grown.above[:, level, :frontier], grown.rank[:, level, :frontier]
         parent = np.take_along_axis(front, above, 1)

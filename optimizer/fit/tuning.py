@@ -50,10 +50,9 @@ def fit_drafts(
     What cannot be fitted (too little text, or ranks that do not depend on entropy) is left out.
     """
     with_trees = store.get_recording(recording).with_trees
-    how: dict[str, Any] = {"progress": progress}
     orders: tuple[str, ...] = ()
     if fixed:
-        orders = _fitted(partial(fit_fr_spec, store, recording, pair, **how))
+        orders = _fitted(partial(fit_fr_spec, store, recording, pair))
     limits = {}
     for n, draft in enumerate(drafts):
         of = DraftLimits()
@@ -66,7 +65,7 @@ def fit_drafts(
             if draft in fixed:
                 fits |= {"frequency": orders, "position_frequency": orders}
             if draft in routed:
-                router = partial(fit_router, store, recording, pair, draft, seed=seed, **how)
+                router = partial(fit_router, store, recording, pair, draft, seed=seed)
                 fits["clusters"] = _fitted(router)
             of = replace(of, rows=rows, clusters=default_clusters(rows), fits={**of.fits, **fits})
         limits[draft] = of
