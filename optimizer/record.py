@@ -3,17 +3,15 @@ position."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from spectune.db.errors import DatabaseError
 from spectune.engines.abilities import engine_named
-from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode, warm
 from spectune.optimizer.processes import on_every_core
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -90,6 +88,13 @@ class PanoramaSpec:
     tree_width: int = 0
     tree_depth: int = 0
 
+    def size_of(self, draft: str) -> tuple[int, int, int]:
+        """Tokens of a draft's chains, children of a node of its trees, and their levels."""
+        if draft == "ngram":
+            return self.gamma_max, 1, 1
+        depth = max(1, self.tree_depth)
+        return max(self.gamma_max, depth), max(1, self.tree_width), depth
+
 
 def record(
     store: TraceStore,
@@ -105,8 +110,8 @@ def record(
     begun: Recording | None = None,
     progress: Progress = silent,
 ) -> Recording:
-    """Decodes and stores every request, and the panoramas of its texts; what is stored
-    already is not done again. Other cores work on texts while this one decodes the next.
+    """Decodes and stores every request, then the panoramas of its texts; what is stored already is
+    not done again.
 
     A recording that was begun with the same arguments and not finished is resumed, unless
     ``fresh``; with ``reuse_complete`` a finished one counts as well. A ``slot`` makes it a
@@ -126,26 +131,32 @@ def record(
     if info is None:
         info = store.create_recording(asked)
     put_policies(store, [source.current().policy])
-    have = store.recorded_ordinals(info.id)
-    new = {n: one for n, one in enumerate(encoded.items) if n not in have}
-    jobs = _jobs(store, info.id, spec, new)
-
-    def decoded() -> Iterator[tuple[int, Trajectory]]:
-        if not new:
-            return
-        warm(pair, encoded)
-        decoder = Decoder(pair, source, options.verifier)
-        for ordinal, (item, request) in new.items():
-            made = decoder.decode(request, item.category)
-            store.append_trajectory(info.id, ordinal, made.trajectory, made.steps)
-            progress("decode", ordinal + 1, len(encoded.items))
-            yield ordinal, made.trajectory
-
-    texts = chain(_stored(store, info.id, jobs, new), decoded())
-    _run_jobs(store, pair, info.id, jobs, texts, progress)
+    _decode(store, pair, info.id, encoded, Decoder(pair, source, options.verifier), progress)
+    record_panoramas(store, pair, info.id, spec, progress=progress)
     if info.state != "complete":
         store.finish_recording(info.id)
     return store.get_recording(info.id)
+
+
+def _decode(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    encoded: Encoded,
+    decoder: Decoder,
+    progress: Progress,
+) -> None:
+    """Decodes and stores the requests whose texts a recording lacks."""
+    stored, is_warm = store.recorded_ordinals(recording), False
+    for ordinal, (item, request) in enumerate(encoded.items):
+        if ordinal in stored:
+            continue
+        if not is_warm:
+            warm(pair, encoded)
+            is_warm = True
+        decoded = decoder.decode(request, item.category)
+        store.append_trajectory(recording, ordinal, decoded.trajectory, decoded.steps)
+        progress("decode", ordinal + 1, len(encoded.items))
 
 
 def begun_as(
@@ -171,18 +182,6 @@ def begun_as(
     return store.get_workload(info.workload_id), options
 
 
-Work = Callable[[LoadedPair, Trajectory], Panorama]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Panoramas to be made of one draft: ``work`` of each ``missing`` request."""
-
-    draft: str
-    missing: Collection[int]
-    work: Work
-
-
 def record_panoramas(
     store: TraceStore,
     pair: LoadedPair,
@@ -192,101 +191,49 @@ def record_panoramas(
     ordinals: Collection[int] | None = None,
     progress: Progress = silent,
 ) -> int:
-    """Records the panoramas that a recording lacks, of some requests or all; how many."""
-    jobs = _jobs(store, recording, spec, ordinals=ordinals)
-    return _run_jobs(store, pair, recording, jobs, _stored(store, recording, jobs), progress)
-
-
-def _stored(
-    store: TraceStore, recording: str, jobs: Sequence[_Job], new: Collection[int] = ()
-) -> list[tuple[int, Trajectory]]:
-    """The texts that jobs ask for, but those that are ``new``."""
-    asked = {ordinal for job in jobs for ordinal in job.missing} - set(new)
-    past = GAMMA_LIMIT * engine_named(store.get_recording(recording).engine).past_end
-    found = store.iterate(recording, drafts=(), ordinals=sorted(asked)) if asked else ()
-    texts = ((request.ordinal, request.trajectory) for request in found)
-    return [(ordinal, replace(t, max_new_tokens=t.max_new_tokens + past)) for ordinal, t in texts]
-
-
-def _run_jobs(
-    store: TraceStore,
-    pair: LoadedPair,
-    recording: str,
-    jobs: Sequence[_Job],
-    texts: Iterable[tuple[int, Trajectory]],
-    progress: Progress,
-) -> int:
-    """Makes what is missing on every core, and stores it a batch at a time; how many were new."""
-    asked: deque[tuple[int, int]] = deque()
-    batches: list[list[tuple[int, Panorama]]] = [[] for _ in jobs]
-    done, made = [0] * len(jobs), 0
-
-    def items() -> Iterator[tuple[Work, Trajectory]]:
-        for ordinal, trajectory in texts:
-            for n, job in enumerate(jobs):
-                if ordinal in job.missing:
-                    _check_context(pair, job.draft, trajectory)
-                    asked.append((n, ordinal))
-                    yield job.work, trajectory
-
-    count = sum(len(job.missing) for job in jobs)
-    with closing(on_every_core(pair, _work, items(), count)) as results:
-        for result in results:
-            n, ordinal = asked.popleft()
-            batches[n].append((ordinal, result))
-            done[n] += 1
-            if len(batches[n]) == BATCH:
-                made += store.put_panoramas(recording, batches[n])
-                batches[n] = []
-            progress(f"panorama {jobs[n].draft}", done[n], len(jobs[n].missing))
-    return made + sum(store.put_panoramas(recording, batch) for batch in batches if batch)
-
-
-def _check_context(pair: LoadedPair, draft: str, text: Trajectory) -> None:
-    """Raises TraceError for a text that a draft does not hold: it was decoded without it."""
-    size, context = len(text.prompt_ids) + len(text.output_ids), pair.context([draft])
-    if size > context.positions:
-        raise TraceError(
-            f"request {text.request_id}: its text of {size} tokens exceeds {context}; leave that "
-            "draft out of the pair, or record shorter texts"
-        )
-
-
-def _work(pair: LoadedPair, item: tuple[Work, Trajectory]) -> Panorama:
-    work, trajectory = item
-    return work(pair, trajectory)
-
-
-def _jobs(
-    store: TraceStore,
-    recording: str,
-    spec: PanoramaSpec,
-    new: Collection[int] = (),
-    ordinals: Collection[int] | None = None,
-) -> list[_Job]:
-    """What a recording lacks, draft by draft, of some ``ordinals`` or all; all of ``new``, requests
-    that are still to be decoded. What replaces a panorama is as large as all of the draft's are."""
-    jobs, stored = [], store.get_recording(recording).drafts
+    """Records, on every core, the panoramas that a recording lacks, of some requests or all, and
+    returns how many. Raises TraceError for a text that a draft does not hold."""
+    info, added = store.get_recording(recording), 0
+    past = GAMMA_LIMIT * engine_named(info.engine).past_end
     for draft in spec.drafts:
-        gamma, width, depth = spec.gamma_max, 1, 1
-        if draft != "ngram":
-            width, depth = max(1, spec.tree_width), max(1, spec.tree_depth)
-        size = max(gamma, depth), width, depth
-        missing = {*store.missing_panoramas(recording, draft, *size), *new}
-        if ordinals is not None:
-            missing &= set(ordinals)
-        if draft in stored:
-            extent = stored[draft]
-            gamma, width, depth = size
-            size = (
-                max(gamma, extent.gamma_max),
-                max(width, extent.width),
-                max(depth, extent.depth),
+        gamma_max, width, depth = spec.size_of(draft)
+        missing = store.missing_panoramas(recording, draft, gamma_max, width, depth)
+        missing = sorted(set(missing) & set(missing if ordinals is None else ordinals))
+        if not missing:
+            continue
+        if (extent := info.drafts.get(draft)) is not None:  # what replaces a panorama is as large
+            gamma_max, width = max(gamma_max, extent.gamma_max), max(width, extent.width)
+            depth = max(depth, extent.depth)
+        stored = store.iterate(recording, drafts=(), ordinals=missing)
+        numbers, trajectories = zip(*((r.ordinal, r.trajectory) for r in stored), strict=True)
+        texts = [replace(t, max_new_tokens=t.max_new_tokens + past) for t in trajectories]
+        _check_context(pair, draft, texts)
+        work = partial(_record, draft=draft, gamma_max=gamma_max, width=width, depth=depth)
+        batch: list[tuple[int, Panorama]] = []
+        with closing(on_every_core(pair, work, texts, len(texts))) as panoramas:
+            for n, panorama in enumerate(panoramas):
+                batch.append((numbers[n], panorama))
+                if len(batch) == BATCH or n + 1 == len(texts):
+                    added += store.put_panoramas(recording, batch)
+                    batch = []
+                progress(f"panorama {draft}", n + 1, len(texts))
+    return added
+
+
+def _check_context(pair: LoadedPair, draft: str, texts: Iterable[Trajectory]) -> None:
+    """Raises TraceError for a text that a draft does not hold: it was decoded without it."""
+    context = pair.context([draft])
+    for text in texts:
+        size = len(text.prompt_ids) + len(text.output_ids)
+        if size > context.positions:
+            raise TraceError(
+                f"request {text.request_id}: its text of {size} tokens exceeds {context}; leave "
+                "that draft out of the pair, or record shorter texts"
             )
-        gamma, width, depth = size
-        work = partial(record_panorama, draft=draft, gamma_max=gamma, width=width, depth=depth)
-        jobs.append(_Job(draft, missing, work))
-    return jobs
+
+
+def _record(pair: LoadedPair, text: Trajectory, **size: Any) -> Panorama:
+    return record_panorama(pair, text, **size)
 
 
 def draft_reader(
