@@ -22,7 +22,7 @@ from spectune.runtime.progress import Progress, silent
 from spectune.runtime.recording.panoramas import RecordedGrowth, record_shortlisted
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
+from spectune.traces.tables import LatencyProfile
 
 FEW = 6
 """Requests that an untried shortlist is recorded on first."""
@@ -68,29 +68,18 @@ def record_setting(
     missing = {*store.missing_panoramas(recording, name, gamma_max, width)} & {*ordinals}
     if not missing:
         return 0
-    loaded = store.iterate(recording, drafts=(name,), ordinals=sorted(missing))
-    requests = [(r.ordinal, r.trajectory, r.panoramas.get(name)) for r in loaded]
+    requests = [*store.iterate(recording, drafts=(name,), ordinals=sorted(missing))]
+    for request in requests:  # what replaces a panorama is as large
+        if (before := request.panoramas.get(name)) is not None:
+            gamma_max, width = max(gamma_max, before.gamma_max), max(width, before.width)
     size: dict[str, Any] = {"gamma_max": gamma_max, "width": width, "growth": growth}
-    make = partial(_record, rule=rule, name=name, **size)
-    with closing(on_every_core(pair, make, [r[1:] for r in requests], len(requests))) as made:
-        for n, ((ordinal, *_), panorama) in enumerate(zip(requests, made, strict=False), 1):
-            store.put_panoramas(recording, [(ordinal, panorama)])
-            progress(f"panorama {name.partition('@')[0]}", n, len(requests))
-    return len(requests)
-
-
-def _record(
-    pair: LoadedPair,
-    item: tuple[Trajectory, Panorama | None],
-    *,
-    gamma_max: int,
-    width: int,
-    **options: Any,
-) -> Panorama:
-    trajectory, before = item
-    if before is not None:  # what replaces a panorama is as large
-        gamma_max, width = max(gamma_max, before.gamma_max), max(width, before.width)
-    return record_shortlisted(pair, trajectory, gamma_max=gamma_max, width=width, **options)
+    work = partial(record_shortlisted, rule=rule, name=name, **size)
+    texts = [request.trajectory for request in requests]
+    with closing(on_every_core(pair, work, texts, len(texts))) as panoramas:
+        for n, panorama in enumerate(panoramas):
+            store.put_panoramas(recording, [(requests[n].ordinal, panorama)])
+            progress(f"panorama {name.partition('@')[0]}", n + 1, len(texts))
+    return len(texts)
 
 
 @dataclass
@@ -115,7 +104,7 @@ class ShortlistedDrafts:
     """Names of the drafts that were recorded."""
     _traces: dict[tuple[str, tuple[int, ...]], ReplayTrace] = field(default_factory=dict)
 
-    def replay(
+    def __call__(
         self,
         trace: ReplayTrace,
         policy: Policy,
@@ -161,25 +150,21 @@ class ShortlistedDrafts:
             self.pair = self.pair()
         name, ordinals = recorded_name(self.store, policy), [self.ordinals[r] for r in requests]
         here = self.store, self.pair, self.recording
-        if record_setting(*here, policy, ordinals, self.artifacts, progress=self.progress):
-            for known in [known for known in self._traces if known[0] == name]:
-                del self._traces[known]
         key = name, tuple(requests)
+        if record_setting(*here, policy, ordinals, self.artifacts, progress=self.progress):
+            self._traces = {k: part for k, part in self._traces.items() if k[0] != name}
         if key not in self._traces:
             loaded = self.store.load(self.recording, (name,), ordinals=ordinals)
-            panoramas = {r.ordinal: r.panoramas[name] for r in loaded.requests}
-            base = trace.panoramas[policy.draft]
+            recorded = {r.ordinal: r.panoramas[name] for r in loaded.requests}
+            texts = [trace.trajectories[r] for r in requests]
+            panoramas = {
+                policy.draft: [trace.panoramas[policy.draft][r] for r in requests],
+                name: [recorded[ordinal] for ordinal in ordinals],
+            }
+            part = ReplayTrace(texts, panoramas, seed=trace.seed, past=trace.past)
             rule = compile_shortlist(policy, self.artifacts)
             assert rule is not None
-            part = self._traces[key] = ReplayTrace(
-                [trace.trajectories[r] for r in requests],
-                {
-                    policy.draft: [base[r] for r in requests],
-                    name: [panoramas[ordinal] for ordinal in ordinals],
-                },
-                seed=trace.seed,
-                past=trace.past,
-            )
-            texts = part.trajectories, part.panoramas, ordinals
-            part.reader = draft_reader(*here, *texts, rules={name: rule})
+            of_part = part.trajectories, part.panoramas, ordinals
+            part.reader = draft_reader(*here, *of_part, rules={name: rule})
+            self._traces[key] = part
         return run_replay(self._traces[key], policy, profile, **{**options, "approximate": False})

@@ -55,7 +55,7 @@ def run_replay(
         return _run_chosen(trace, policy, profile, artifacts, **chosen)
     if policy.shortlisted and trace.on_demand is not None and trace.recorded(policy) is None:
         how = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
-        return trace.on_demand.replay(trace, policy, profile, **how)
+        return trace.on_demand(trace, policy, profile, **how)
     plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(plan.window) if state is None else state
     replay = _run_plan(trace, plan, profile, state.fork(), per_round=per_round)

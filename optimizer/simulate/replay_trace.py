@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,13 +48,8 @@ from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
 
 FloatArray = npt.NDArray[np.float64]
 
-CACHED_GROWTHS: Final = 48
-"""Growth tables a trace keeps (a few hundred bytes a position each)."""
-CACHED_TABLES: Final = 64
-"""Tabulations a trace keeps (4 bytes a position each)."""
-CACHED_COSTS: Final = 16
-"""Tables of costs a trace keeps (for trees, 8 bytes a position and pass)."""
-
+CACHED_TABLES: Final = 128
+"""Tables a trace keeps: 4 bytes a position each, for trees a few hundred."""
 
 Nodes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Children of a panorama's nodes: (parents, slots) int64 [n]."""
@@ -62,20 +57,7 @@ Reader = Callable[[str, Mapping[int, Nodes]], Mapping[int, Panorama]]
 """Reads what a replay lacked: given a draft and nodes by trajectory, returns their panoramas."""
 ONE: Final[Mapping[str, Any]] = {"constant_values": 1}
 
-Made = TypeVar("Made")
-
-
-class ReplaysShortlisted(Protocol):
-    """Replays policies whose shortlists a trace does not hold."""
-
-    def replay(
-        self,
-        trace: ReplayTrace,
-        policy: Policy,
-        profile: LatencyProfile | None,
-        **options: Any,
-    ) -> Replay:
-        """:func:`optimizer.simulate.replay.run_replay` of the requests of a trace."""
+Table = TypeVar("Table")
 
 
 def _unrecorded(draft: str, known: Iterable[str]) -> TraceError:
@@ -95,21 +77,21 @@ def _check_positions(trajectories: Sequence[Trajectory], panoramas: Sequence[Pan
             )
 
 
-class Memo(Generic[Made]):
-    """The ``limit`` results that were asked for last, by key."""
+class Memo:
+    """The tables that were used last, by key."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._kept: OrderedDict[Hashable, Made] = OrderedDict()
+    def __init__(self) -> None:
+        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The result kept under ``key``, or else what ``make`` returns."""
-        if key not in self._kept:
-            self._kept[key] = make()
-            if len(self._kept) > self.limit:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+    def get(self, key: Hashable, make: Callable[[], Table]) -> Table:
+        """The table under ``key``, or else what ``make`` returns."""
+        if key not in self._tables:
+            self._tables[key] = make()
+            if len(self._tables) > CACHED_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        table: Table = self._tables[key]
+        return table
 
 
 class ReplayTrace:
@@ -146,16 +128,16 @@ class ReplayTrace:
         self.seed = seed
         self.max_context = int((self.prompts + lengths).max(initial=1))
         self.cached_from = cached_from(self.offsets, self.trajectories)
-        for found in panoramas.values():
-            _check_positions(self.trajectories, found)
+        for of_draft in panoramas.values():
+            _check_positions(self.trajectories, of_draft)
         self.panoramas: dict[str, Sequence[Panorama]] = dict(panoramas)
         self.chains: dict[str, Chains] = {
             d: join_chains(self.trajectories, p) for d, p in panoramas.items() if p[0].shared
         }
         """Of drafts whose distributions are functions of the prefix; a head's are in its forest."""
         self._forests: dict[str, Forest] = {}
-        self.on_demand: ReplaysShortlisted | None = None
-        """Who replays policies whose shortlists were not recorded."""
+        self.on_demand: Callable[..., Replay] | None = None
+        """Replays policies whose shortlists were not recorded (:mod:`optimizer.shortlisted`)."""
         self.copies = {
             draft: np.concatenate(parts, axis=1) for draft, parts in (copies or {}).items()
         }
@@ -163,12 +145,7 @@ class ReplayTrace:
         """Positions of sampled texts, bool [positions]."""
         self.reader: Reader | None = None
         """Reads distributions that a replay lacks; None: such a replay is refused."""
-        self._growths: Memo[GrowthTable] = Memo(CACHED_GROWTHS)
-        self._stops: Memo[tuple[GrowthTable, npt.NDArray[np.uint8]]] = Memo(CACHED_GROWTHS)
-        self._tables: Memo[Words] = Memo(CACHED_TABLES)
-        self._costs: Memo[tuple[LatencyProfile, object, RoundCosts, FloatArray]] = Memo(
-            CACHED_COSTS
-        )
+        self._memo = Memo()
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -225,7 +202,7 @@ class ReplayTrace:
         name = self._recorded(policy)
         chains = self.chains[name]
         check_reach(policy, chains)
-        return self._tables.get(
+        return self._memo.get(
             (name, stop),
             lambda: tabulate(chains, self.offsets, self.cached_from, stop, self.seed),
         )
@@ -248,8 +225,8 @@ class ReplayTrace:
         if draft not in self._forests:
             if draft not in self.panoramas:
                 raise _unrecorded(draft, self.panoramas)
-            found = join_trees(self.trajectories, self.panoramas[draft], self.past)
-            self._forests[draft] = found
+            panoramas = self.panoramas[draft]
+            self._forests[draft] = join_trees(self.trajectories, panoramas, self.past)
         return self._forests[draft]
 
     def growth(self, policy: Policy, rules: tuple[TreeRule, TreeRule]) -> GrowthTable:
@@ -267,7 +244,7 @@ class ReplayTrace:
             each = self._by_temperature(rules, np.arange(len(forest.root)))
             return tabulate_growth(forest, each, depth)
 
-        return self._growths.get(key, make)
+        return self._memo.get(key, make)
 
     def _by_temperature(
         self, rules: tuple[TreeRule, TreeRule], starts: npt.NDArray[np.int64]
@@ -311,7 +288,7 @@ class ReplayTrace:
             cold, hot = (growth.stops(rule) for rule in rules)
             return growth, np.where(self.hot, hot, cold).astype(np.uint8)
 
-        return self._stops.get(key, make)[1]  # holds the growth, whose id is then not another's
+        return self._memo.get(key, make)[1]  # holds the growth, whose id is then not another's
 
     def costs(
         self, plan: Plan, profile: LatencyProfile | None, growth: GrowthTable | None = None
@@ -337,7 +314,7 @@ class ReplayTrace:
             before = profile.request_seconds(kind.draft or None, self.prompts)
             return profile, growth, tables, before  # the ids of the first two are not others' then
 
-        return self._costs.get(key, make)[2:]
+        return self._memo.get(key, make)[2:]
 
     def _passes(self, growth: GrowthTable) -> Passes:
         """What the passes of a tree read at every start."""
@@ -411,7 +388,7 @@ def together(policy: Policy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
     order = np.argsort(np.concatenate([places for places, _ in parts])).tolist()
     names = [name for _, part in parts for name in part.names]
     missed: dict[str, tuple[Policy, int]] = {}
-    for plain, rounds in (found for _, part in parts for found in part.missed):
+    for plain, rounds in (pair for _, part in parts for pair in part.missed):
         missed[plain.id] = plain, rounds + missed.get(plain.id, (plain, 0))[1]
     whole = Replay(
         policy,
