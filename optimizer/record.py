@@ -47,16 +47,16 @@ def texts_to_profile(
     Raises NotFoundError where none has that name, TraceError where the one named holds no text.
     """
     if recording is None:
-        done = store.list_recordings(pair_id, state="complete")
-        names = [r.id for r in done if r.source != DESIGNED]
+        complete = store.list_recordings(pair_id, state="complete")
+        names = [r.id for r in complete if r.source != DESIGNED]
     else:
         names = [recording]
     for name in names:
-        found = store.load(name, (), skip_corrupted=True)
-        if found.requests:
-            return found.info.id, found.trajectories
+        loaded = store.load(name, (), skip_corrupted=True)
+        if loaded.requests:
+            return loaded.info.id, loaded.trajectories
         if recording is not None:
-            raise TraceError(f"recording {found.info.id} holds no text; name another, or none")
+            raise TraceError(f"recording {loaded.info.id} holds no text; name another, or none")
     return None, ()
 
 
@@ -122,14 +122,14 @@ def record(
     """
     encoded = encode(pair, workload, options, spec.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    asked = asked_of(pair, store.put_workload(workload), options, slot)
+    request = asked_of(pair, store.put_workload(workload), options, slot)
     info = begun
     if info is None and not fresh:
-        info = store.find_recording(asked, state="recording")
+        info = store.find_recording(request, state="recording")
         if info is None and reuse_complete:
-            info = store.find_recording(asked, state="complete")
+            info = store.find_recording(request, state="complete")
     if info is None:
-        info = store.create_recording(asked)
+        info = store.create_recording(request)
     put_policies(store, [source.current().policy])
     _decode(store, pair, info.id, encoded, Decoder(pair, source, options.verifier), progress)
     record_panoramas(store, pair, info.id, spec, progress=progress)
@@ -165,19 +165,23 @@ def begun_as(
     """The arguments that an unfinished recording of a workload was begun with. Raises TraceError
     where the pair is loaded otherwise."""
     assert info.workload_id is not None
-    kept = info.options
+    begun = info.options
     if info.engine != "native":
         raise TraceError(
             f"recording {info.id} is unfinished and was begun on {info.engine}; repeat the "
             "`record` that began it"
         )
     options = DecodeOptions(
-        info.sampling, info.max_new_tokens, info.verifier, tuple(kept["stop_strings"]), kept["chat"]
+        info.sampling,
+        info.max_new_tokens,
+        info.verifier,
+        tuple(begun["stop_strings"]),
+        begun["chat"],
     )
-    if not recording_options(pair, options).items() <= kept.items():
+    if not recording_options(pair, options).items() <= begun.items():
         raise TraceError(
-            f"recording {info.id} is unfinished and was begun on {kept['device']} in "
-            f"{kept['dtype']}; go on with --device {kept['device']} --set dtype={kept['dtype']}"
+            f"recording {info.id} is unfinished and was begun on {begun['device']} in "
+            f"{begun['dtype']}; go on with --device {begun['device']} --set dtype={begun['dtype']}"
         )
     return store.get_workload(info.workload_id), options
 
@@ -197,8 +201,8 @@ def record_panoramas(
     past = GAMMA_LIMIT * engine_named(info.engine).past_end
     for draft in spec.drafts:
         gamma_max, width, depth = spec.size_of(draft)
-        missing = store.missing_panoramas(recording, draft, gamma_max, width, depth)
-        missing = sorted(set(missing) & set(missing if ordinals is None else ordinals))
+        lacking = set(store.missing_panoramas(recording, draft, gamma_max, width, depth))
+        missing = sorted(lacking if ordinals is None else lacking & set(ordinals))
         if not missing:
             continue
         if (extent := info.drafts.get(draft)) is not None:  # what replaces a panorama is as large
@@ -295,8 +299,8 @@ def record_served(
     store.put_pair(pair_id, spec.name, spec.to_json())
     put_policies(store, policies)
     most, verifier = options.max_new_tokens, options.verifier
-    asked = Asked(pair_id, None, options.sampling, most, verifier, about, source="serve")
-    info = store.create_recording(asked)
+    request = Asked(pair_id, None, options.sampling, most, verifier, about, source="serve")
+    info = store.create_recording(request)
     with TrafficWriter(store, info.id) as writer:
         try:
             yield writer

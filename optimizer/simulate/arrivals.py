@@ -69,8 +69,8 @@ def _table(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _objects(text: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     where = f"--arrivals {path}"
     if text.lstrip().startswith("["):
-        found = parse_json(text, where, TraceError)
-        rows = [(f"{where}: item {n}", item) for n, item in enumerate(found, 1)]
+        items = parse_json(text, where, TraceError)
+        rows = [(f"{where}: item {n}", item) for n, item in enumerate(items, 1)]
     else:
         lines = ((f"{where}:{n}", line) for n, line in enumerate(text.split("\n"), 1))
         rows = [(at, parse_json(line, at, TraceError)) for at, line in lines if line.strip()]
@@ -82,13 +82,13 @@ def _objects(text: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _column(row: dict[str, Any]) -> tuple[str | None, str]:
     """(the column that holds moments, the unit that its name ends in or nothing)."""
-    found: dict[str, tuple[str, str]] = {}
+    columns: dict[str, tuple[str, str]] = {}
     for column in row:
         plain = re.sub(r"[^a-z0-9]+", "_", str(column).lower()).strip("_")
         name, _, unit = plain.rpartition("_")
         name, unit = (name, unit) if unit in UNITS else (plain, "")
-        found.setdefault(name, (column, unit))
-    return next((found[name] for name in NAMES if name in found), (None, ""))
+        columns.setdefault(name, (column, unit))
+    return next((columns[name] for name in NAMES if name in columns), (None, ""))
 
 
 def _number(value: Any) -> bool:
@@ -105,9 +105,9 @@ def _moment(value: Any, where: str, column: str) -> float:
     try:
         date = datetime.fromisoformat(value)
     except (TypeError, ValueError):
-        given = shortened(repr(value), 40)
+        shown = shortened(repr(value), 40)
         raise TraceError(
-            f"{where}: {given} is no date and no number; it needs a column TIMESTAMP of dates or "
+            f"{where}: {shown} is no date and no number; it needs a column TIMESTAMP of dates or "
             f"numbers ({column!r} was read)"
         ) from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()

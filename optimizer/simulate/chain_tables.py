@@ -87,7 +87,7 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama
         np.concatenate(parts) for parts in zip(*columns, strict=True)
     )
     ends = np.cumsum([len(part[4]) for part in columns])
-    left = agree == AGREE_NO
+    differs = agree == AGREE_NO
     # Every trajectory has a row more than disagreements: that past its end.
     of = np.repeat(np.arange(len(columns)), [len(part[0]) for part in columns])
     keys = [request_seed(t.sampling.seed, t.request_id) for t in trajectories]
@@ -98,7 +98,7 @@ def join_chains(trajectories: Sequence[Trajectory], panoramas: Sequence[Panorama
         logp=logp,
         entropy=entropy,
         accept=accept,
-        row=np.cumsum(left) - left + of,
+        row=np.cumsum(differs) - differs + of,
         end_row=ends - 1,
         branch_logp=branch_logp,
         branch_entropy=branch_entropy,
@@ -173,19 +173,19 @@ def cached_from(offsets: Index, trajectories: Sequence[Trajectory]) -> Bytes:
         tokens, prompt = np.concatenate([t.prompt_ids, t.output_ids]), len(t.prompt_ids)
         _, first, inverse = np.unique(tokens, return_index=True, return_inverse=True)
         first_seen.append(np.maximum(first[inverse][prompt:] - prompt, -1).astype(np.int32))
-    found = np.full(offsets[-1], ENDLESS, np.uint8)
-    _cached_from(offsets, np.concatenate(first_seen), found)
-    return found
+    first_cached = np.full(offsets[-1], ENDLESS, np.uint8)
+    _cached_from(offsets, np.concatenate(first_seen), first_cached)
+    return first_cached
 
 
 @compiled()
-def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], found: Bytes) -> None:
+def _cached_from(offsets: Index, first_seen: npt.NDArray[np.int32], out: Bytes) -> None:
     for r in range(len(offsets) - 1):
         begin, end = offsets[r], offsets[r + 1]
         for s in range(begin, end):
             for i in range(s, min(end, s + ENDLESS)):
                 if first_seen[i] < s - begin:
-                    found[s] = i - s
+                    out[s] = i - s
                     break
 
 

@@ -141,8 +141,8 @@ def replay_chains(
             )
             cached = 1 if (word >> 24) < accepted else 0
             advance(window, state, drafted, accepted, cached)
-            done = Round(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
-            used, total = add_round(sums, used, i, done, seconds, total)
+            round_ = Round(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
+            used, total = add_round(sums, used, i, round_, seconds, total)
             lag = emitted - min(accepted, passes - 1) if passes > 0 else lag + emitted
             start += emitted
         add_request(sums, i, length, total)

@@ -23,7 +23,7 @@ GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
 
 
 def loads_of(
-    asked: str,
+    arrivals: str,
     requests: Sequence[RecordedRequest],
     count: int,
     limit: int | None = None,
@@ -35,60 +35,60 @@ def loads_of(
     in a file all, or the first ``limit``; ``tell`` is told how a file was read. Raises TraceError
     for anything else, with what is known.
     """
-    kind, _, numbers = asked.partition(":")
+    kind, _, numbers = arrivals.partition(":")
     if kind == "clients" and numbers:
-        return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, asked, whole=True)}
+        return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, arrivals, integers=True)}
     if kind == "poisson" and numbers:
         gaps = np.random.default_rng(0).exponential(size=count)
         return {
             f"poisson:{rate:g}": _at_rate(np.cumsum(gaps), rate)
-            for rate in _numbers(numbers, asked)
+            for rate in _numbers(numbers, arrivals)
         }
-    path, _, rates = asked.rpartition("@")
-    if not path or isfile(asked):
-        path, rates = asked, ""
+    path, _, rates = arrivals.rpartition("@")
+    if not path or isfile(arrivals):
+        path, rates = arrivals, ""
     if path == "recorded":
         moments = recorded_arrivals(requests)
     else:
         moments = read_arrivals(path, tell, f"there is no such file; it takes {GRAMMAR}")
     moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
-        return {asked: _at_rate(moments, 1.0)}
+        return {arrivals: _at_rate(moments, 1.0)}
     if moments[-1] <= 0:
         raise TraceError(
-            f"--arrivals {asked}: all requests arrive at one moment, which has no rate"
+            f"--arrivals {arrivals}: all requests arrive at one moment, which has no rate"
         )
     at_rate_1 = moments * len(moments) / moments[-1]
-    return {f"{path}@{rate:g}": _at_rate(at_rate_1, rate) for rate in _numbers(rates, asked)}
+    return {f"{path}@{rate:g}": _at_rate(at_rate_1, rate) for rate in _numbers(rates, arrivals)}
 
 
 def _at_rate(moments: FloatArray, rate: float) -> Load:
     return Load(arrivals=tuple((moments / rate).tolist()))
 
 
-def _numbers(text: str, asked: str, *, whole: bool = False) -> list[float]:
+def _numbers(text: str, arrivals: str, *, integers: bool = False) -> list[float]:
     try:
-        found = [int(n) if whole else float(n) for n in text.split(",")]
+        numbers = [int(n) if integers else float(n) for n in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(0 < n < 1e9 for n in found):
+        numbers = []
+    if not numbers or not all(0 < n < 1e9 for n in numbers):
         raise TraceError(
-            f"--arrivals {asked}: {text!r} is no number above 0, nor several with commas; it takes "
-            f"{GRAMMAR}"
+            f"--arrivals {arrivals}: {text!r} is no number above 0, nor several with commas; it "
+            f"takes {GRAMMAR}"
         )
-    return found
+    return numbers
 
 
 def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
     """When the requests of a recording reached its engine. Raises TraceError where that was not
     recorded."""
-    found = [r.steps[0].arrived_s if r.steps else 0.0 for r in requests]
-    if not found or not all(found):
+    moments = [r.steps[0].arrived_s if r.steps else 0.0 for r in requests]
+    if not moments or not all(moments):
         raise TraceError(
             "--arrivals recorded: when its requests arrived was not recorded; say poisson:RATE, "
             "clients:N or a file"
         )
-    return np.array(found)
+    return np.array(moments)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def run_replay(
         chosen = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **chosen)
     if policy.shortlisted and trace.on_demand is not None and trace.recorded(policy) is None:
-        how = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
-        return trace.on_demand(trace, policy, profile, **how)
+        options = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
+        return trace.on_demand(trace, policy, profile, **options)
     plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
     state = init_state(plan.window) if state is None else state
     replay = _run_plan(trace, plan, profile, state.fork(), per_round=per_round)
@@ -111,14 +111,14 @@ def _run_plan(
         tables = growth, stops, trace.cached_from, limits
         used = replay_trees(plan.window, state, trace.texts, *tables, costs, sums)
         missing = int(sums.counts[:, 6].sum())
-    made = Replay(
+    replay = Replay(
         policy, trace.names, sums.counts[:, :6], sums.seconds, state, ((policy, missing),)
     )
     if missing and growth is not None:
-        made = replace(made, lacks_text=not trace.forest(policy.draft).shared)
+        replay = replace(replay, lacks_text=not trace.forest(policy.draft).shared)
     if not per_round:
-        return made
-    return replace(made, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy())
+        return replay
+    return replace(replay, rounds=sums.rounds[:used].copy(), round_s=sums.round_s[:used].copy())
 
 
 def _run_chosen(
@@ -126,7 +126,7 @@ def _run_chosen(
     policy: PromptPolicy,
     profile: LatencyProfile | None,
     artifacts: Artifacts | None,
-    **how: Any,
+    **options: Any,
 ) -> Replay:
     """Each request under the candidate that a decoder would choose. Raises TraceError for prompts
     that the choice was not fitted to."""
@@ -137,7 +137,7 @@ def _run_chosen(
     for pick in np.unique(picks):
         places, candidate = np.flatnonzero(picks == pick), policy.candidates[pick]
         part = trace.select(trace.order[places])
-        parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **how)))
+        parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **options)))
     chosen = tuple(policy.candidates[pick].draft for pick in picks)
     return replace(together(policy, parts), chosen=chosen)
 

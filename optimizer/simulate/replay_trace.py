@@ -60,10 +60,10 @@ ONE: Final[Mapping[str, Any]] = {"constant_values": 1}
 Table = TypeVar("Table")
 
 
-def _unrecorded(draft: str, known: Iterable[str]) -> TraceError:
+def _unrecorded(draft: str, drafts: Iterable[str]) -> TraceError:
     return TraceError(
         f"the recording has no panorama of draft {draft!r} (it has: "
-        f"{', '.join(sorted(known)) or 'none'}); `record --resume ID` makes it"
+        f"{', '.join(sorted(drafts)) or 'none'}); `record --resume ID` makes it"
     )
 
 
@@ -390,7 +390,7 @@ def together(policy: Policy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
     missed: dict[str, tuple[Policy, int]] = {}
     for plain, rounds in (pair for _, part in parts for pair in part.missed):
         missed[plain.id] = plain, rounds + missed.get(plain.id, (plain, 0))[1]
-    whole = Replay(
+    joined = Replay(
         policy,
         tuple(names[i] for i in order),
         np.concatenate([part.counts for _, part in parts])[order],
@@ -404,11 +404,11 @@ def together(policy: Policy, parts: Sequence[tuple[Index, Replay]]) -> Replay:
         if p.rounds is not None
     ]
     if not rows:
-        return whole
-    joined = np.concatenate(rows)
-    by_request = np.argsort(joined[:, 0], kind="stable")
+        return joined
+    written = np.concatenate(rows)
+    by_request = np.argsort(written[:, 0], kind="stable")
     seconds = np.concatenate([part.round_s for _, part in parts if part.round_s is not None])
-    return replace(whole, rounds=joined[by_request].astype(np.int32), round_s=seconds[by_request])
+    return replace(joined, rounds=written[by_request].astype(np.int32), round_s=seconds[by_request])
 
 
 def _counts(requests: int, row: npt.NDArray[np.int64], seconds: float) -> Counts:

@@ -69,44 +69,46 @@ def open_trace(
     """
     info = store.get_recording(recording)
     engine = engine_named(info.engine)
-    served = engine.prefill_emits
-    wanted = set(drafts)
-    replayed = [p for given in policies for p in given.candidates if p.speculates]
-    needing = [p for p in replayed if p.draft != "ngram" or not served]
+    after_first = engine.prefill_emits
+    names = set(drafts)
+    replayed = [p for policy in policies for p in policy.candidates if p.speculates]
+    needing = [p for p in replayed if p.draft != "ngram" or not after_first]
     for policy in replayed:
         if since is None and policy in needing:
             _check_recorded(store, policy, info)
-        wanted.add(policy.draft)
-    looked_up = served and "ngram" in wanted
+        names.add(policy.draft)
+    looked_up = after_first and "ngram" in names
     if looked_up:  # by the engine's rule, which needs no panorama
-        wanted.remove("ngram")
-    how: dict[str, Any] = {"skip_corrupted": skip_corrupted}
+        names.remove("ngram")
+    options: dict[str, Any] = {"skip_corrupted": skip_corrupted}
     if since is None:
-        loaded = store.load(info.id, sorted(wanted), ordinals=ordinals, **how)
+        loaded = store.load(info.id, sorted(names), ordinals=ordinals, **options)
     else:
-        loaded = traffic_since(store, info, since, sorted(wanted), tell=tell, **how)
-    whole = loaded
+        loaded = traffic_since(store, info, since, sorted(names), tell=tell, **options)
+    usable = loaded
     if skip_corrupted or since is not None or info.source == "serve":
-        whole = whole.having(wanted)
+        usable = usable.having(names)
     if since is not None:
         trees = {policy.draft for policy in needing if policy.is_tree and not policy.shortlisted}
-        having = (r for r in whole.requests if all(r.panoramas[d].width > 1 for d in trees))
-        whole = replace(whole, requests=tuple(having))
-        for policy in () if whole.requests else needing:
+        having = (r for r in usable.requests if all(r.panoramas[d].width > 1 for d in trees))
+        usable = replace(usable, requests=tuple(having))
+        for policy in () if usable.requests else needing:
             _check_recorded(store, policy, info)
-    if since is not None and (left := len(loaded.requests) - len(whole.requests)):
-        tell(f"left out: {left} of {len(loaded.requests)} requests, which lack panoramas")
-    if not whole.requests:
+    if since is not None and (num_lacking := len(loaded.requests) - len(usable.requests)):
+        tell(f"left out: {num_lacking} of {len(loaded.requests)} requests, which lack panoramas")
+    if not usable.requests:
         raise NoRequestsError(f"recording {info.id} has no usable request")
-    if served:
-        whole = replace(whole, requests=tuple(r.after_first() for r in whole.requests))
+    if after_first:
+        usable = replace(usable, requests=tuple(r.after_first() for r in usable.requests))
     trace = ReplayTrace(
-        whole.trajectories,
-        {draft: whole.panoramas(draft) for draft in sorted(wanted)},
-        copies={"ngram": _copied(whole.trajectories, info)} if looked_up else None,
+        usable.trajectories,
+        {draft: usable.panoramas(draft) for draft in sorted(names)},
+        copies={"ngram": _copied(usable.trajectories, info)} if looked_up else None,
         past=GAMMA_LIMIT * engine.past_end,
     )
-    return Opened(trace, info, loaded.skipped, tuple(request.ordinal for request in whole.requests))
+    return Opened(
+        trace, info, loaded.skipped, tuple(request.ordinal for request in usable.requests)
+    )
 
 
 def _copied(trajectories: Iterable[Trajectory], info: Recording) -> list[npt.NDArray[np.uint8]]:
@@ -170,8 +172,8 @@ def simulate(
 ) -> Simulated:
     """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or the first
     ``limit`` requests, under any policy. Raises as it does."""
-    how: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
-    trace, info, skipped, ordinals = open_trace(store, recording, [policy], **how)
+    options: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
+    trace, info, skipped, ordinals = open_trace(store, recording, [policy], **options)
     if since is None and not engine_named(info.engine).prefill_emits:
         trace.reader = _reader(store, info, trace, ordinals)
         if any(candidate.shortlisted for candidate in policy.candidates):

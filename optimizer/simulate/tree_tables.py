@@ -134,10 +134,10 @@ def tabulate(
 @compiled(inline=True)
 def count_below(costs: Index, bound: int) -> int:
     """How many of the costs are below a bound."""
-    found = 0
+    count = 0
     for cost in costs:
-        found += cost < bound
-    return found
+        count += cost < bound
+    return count
 
 
 @compiled(inline=True)

@@ -38,7 +38,7 @@ class TreeLimits(NamedTuple):
     stratified: bool
     thresholds: Index
     low: int
-    kept: Index
+    low_top_n: Index
     rereads: bool
 
     @classmethod
@@ -52,20 +52,20 @@ class TreeLimits(NamedTuple):
             stratified=rule.stratified,
             thresholds=np.array(rule.thresholds, dtype=np.int64),
             low=len(rule.bin_top_n),
-            kept=np.array([*rule.bin_top_n, 0], dtype=np.int64),
+            low_top_n=np.array([*rule.bin_top_n, 0], dtype=np.int64),
             rereads=rereads,
         )
 
 
 @compiled(inline=True)
-def _levels(wanted: int, stop: int, end: int, keep_last: bool) -> tuple[int, int]:
-    """(levels drafted, passes made) of ``wanted`` levels, by the level at which the stop triggers
+def _levels(target: int, stop: int, end: int, keep_last: bool) -> tuple[int, int]:
+    """(levels drafted, passes made) of ``target`` levels, by the level at which the stop triggers
     and that at which nothing passes."""
-    if end <= wanted and end <= stop:
+    if end <= target and end <= stop:
         return end - 1, end
-    if stop <= wanted:
+    if stop <= target:
         return (stop if keep_last else stop - 1), stop
-    return wanted, wanted
+    return target, target
 
 
 @compiled()
@@ -97,13 +97,13 @@ def replay_trees(
             gamma = max(0, min(int(state.gamma[0]), limit)) if lag > 0 else 0
             levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
             if gamma > 0:
-                stop, end, wanted = int(stops[s]), int(growth.end[s]), min(gamma, limits.static)
-                levels, passes = _levels(wanted, stop, end, limits.keep_last)
-                if limits.stratified and wanted == gamma and min(stop, end) > wanted:
+                stop, end, target = int(stops[s]), int(growth.end[s]), min(gamma, limits.static)
+                levels, passes = _levels(target, stop, end, limits.keep_last)
+                if limits.stratified and target == gamma and min(stop, end) > target:
                     phi, extra = int(growth.phi[s, gamma - 1]), 0
                     bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
                     if bin_ < limits.low:
-                        keep, extra = limits.kept[bin_], max(0, limits.alpha - bin_)
+                        keep, extra = limits.low_top_n[bin_], max(0, limits.alpha - bin_)
                     levels, passes = _levels(min(limit, gamma + extra), stop, end, limits.keep_last)
             accepted, drafted, reads = 0, 0, 0
             if levels > 0:
@@ -126,8 +126,8 @@ def replay_trees(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
             )
             advance(window, state, levels, accepted, cached)
-            done = Round(start, drafted, accepted, emitted, passes, lag, levels, bin_)
-            used, total = add_round(sums, used, i, done, seconds, total)
+            round_ = Round(start, drafted, accepted, emitted, passes, lag, levels, bin_)
+            used, total = add_round(sums, used, i, round_, seconds, total)
             if passes > 0:
                 lag = emitted if limits.rereads else emitted - reads
             else:
