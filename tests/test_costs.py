@@ -4,7 +4,6 @@ outlive an edit."""
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -150,14 +149,6 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object]) -> None:
     expected = predicted_seconds(PROFILE, [r])[0, 2]
     assert costs[gamma] == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle
     assert len(costs) == gamma + 1
-
-
-def test_one_module_composes_rounds() -> None:
-    """Which terms make up a round is known to one module; others ask it."""
-    composing = re.compile(r"\bper_pass\b|\bpass/|profile\.seconds\(")
-    files = [p for part in ("runtime", "optimizer") for p in (ROOT / part).rglob("*.py")]
-    told = {str(p.relative_to(ROOT)) for p in files if composing.search(p.read_text())}
-    assert told == {"runtime/costs.py", "runtime/profiling/fit.py"}
 
 
 def run_kernel(folder: Path) -> tuple[int, int]:

@@ -306,17 +306,6 @@ def test_whatever_preparing_raises_refuses_that_version_alone(
         assert source.current().policy == fixed(5)
 
 
-def test_a_process_that_is_asked_to_end_ends(source: WatchedSource, board: Board) -> None:
-    def prepared(policy: Policy, version: int) -> Any:
-        raise KeyboardInterrupt
-
-    source._prepare = prepared
-    board.publish(7, fixed(5))
-    with pytest.raises(KeyboardInterrupt):
-        source.poll()
-    assert board.acknowledged == []
-
-
 def test_a_publication_is_taken_while_the_last_one_is_unacknowledged(
     source: WatchedSource, board: Board
 ) -> None:

@@ -15,7 +15,7 @@ from pairs import tiny_model
 from torch import Tensor
 
 from spectune.runtime import fused
-from spectune.runtime.attention import layer_mask, slot_attention
+from spectune.runtime.attention import slot_attention
 from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda import layers
 from spectune.runtime.cuda.attention import (
@@ -25,8 +25,6 @@ from spectune.runtime.cuda.attention import (
     blocks_for,
     split_attention,
 )
-from spectune.runtime.cuda.graphs import RUNGS
-from spectune.runtime.cuda.launch import kernels_run
 from spectune.runtime.models import CausalModel
 
 pytestmark = pytest.mark.skipif(
@@ -108,29 +106,6 @@ def test_queries_and_caches_may_be_views_and_a_query_that_sees_nothing_gets_zero
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_what_no_kernel_covers_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, large = draw(2, 32, 64), draw(2, 32, 512)
-    assert attention_runs(max(RUNGS), keys, keys)  # of captured passes the largest
-    assert not attention_runs(8, keys.double(), keys.double())
-    assert not attention_runs(8, keys, draw(2, 32, 32))  # values of another size
-    assert not attention_runs(300, keys, keys)  # a prompt
-    assert not attention_runs(8, large, large)
-    monkeypatch.setenv("SPECTUNE_KERNELS", "0")
-    assert not attention_runs(8, keys, keys)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_mask_is_made_ready_once_for_what_runs_in_its_pass() -> None:
-    """As it is where the kernel runs; where it does not, folded already for torch."""
-    for dim, n in ((64, 3), (512, 3), (64, 300)):
-        keys, mask = draw(2, SLOTS, dim), torch.ones(n, SLOTS, dtype=torch.bool)
-        ready = layer_mask(mask, 2, keys, keys)
-        runs = dim == 64 and n == 3
-        assert ready.shape == ((1, 1, n, SLOTS) if runs else (1, 1, 2 * n, SLOTS))
-        assert (ready.dtype == torch.bool) == runs
-
-
-@pytest.mark.usefixtures("interpreted")
 def test_the_length_of_a_pass_is_of_no_other() -> None:
     """Of one by the code of transformers, as GPT-2's are, even if it fails."""
     model = CausalModel(tiny_model("gpt2", 60), "target")
@@ -144,11 +119,6 @@ def test_the_length_of_a_pass_is_of_no_other() -> None:
             model.forward(tokens._replace(ids=ids_of_pass))
         seen, _ = slot_attention(model.model, query, keys, keys, all_seen[None, None])
         assert_close(seen[0], exact)
-
-
-def test_a_cpu_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not kernels_run(CPU)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from doors import Door
-from huggingface_hub import hf_hub_download
 from pairs import tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -262,103 +259,6 @@ def test_a_hub_name_needs_no_organisation_and_its_revision_is_in_the_id(
     assert door.json(*GENERATE, "--target", "tiny")["token_ids"] == by_path["token_ids"]
     for path in ("./tiny", "tiny/one/more", "~/tiny"):
         assert "no model at" in door.error(*GENERATE, "--target", path)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub of one model, ``org/tiny``: the files of ``folder``. ``fetched``: names of files that
-    were; ``requests``: paths, of all requests. One that ``hangs_up`` answers none."""
-
-    folder: Path
-    fetched: ClassVar[list[str]] = []
-    requests: ClassVar[list[str]] = []
-    hangs_up: ClassVar[bool] = False
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        self.requests.append(path)
-        if self.hangs_up:
-            return
-        content, status = b"{}", 404
-        if path.startswith("/api/models/org/tiny"):
-            files = [{"rfilename": file.name} for file in self.folder.iterdir()]
-            about = {"id": "org/tiny", "sha": "5" * 40, "siblings": files}
-            tree = [
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name}
-                for f in self.folder.iterdir()
-            ]
-            content, status = json.dumps(tree if "/tree/" in path else about).encode(), 200
-        elif (file := self.folder / path.rpartition("/")[2]).is_file() and "/org/tiny/" in path:
-            content, status = file.read_bytes(), 200
-            if self.command == "GET":
-                self.fetched.append(file.name)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{path.rpartition("/")[2]}"')
-        self.send_header("X-Repo-Commit", "5" * 40)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(
-    tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ThreadingHTTPServer]:
-    """A hub on this machine that has the tiny pair's target, and an empty cache."""
-    Hub.folder = tiny_pair.parent / "target"
-    Hub.fetched.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.chdir(tmp_path)
-    address = f"http://127.0.0.1:{server.server_port}"
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_hub_name_is_fetched_once_and_a_typo_told_at_once(
-    hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub is asked once for a name that it does not have. When it hangs up, or is gone, the
-    model is still there, and other names are refused as soon."""
-    before = hub_id("org/tiny")
-    assert "model.safetensors" not in Hub.fetched
-    door = Door(None)
-    generate = (*GENERATE, "--target", "org/tiny")
-    first = door.json(*generate)["token_ids"]
-    assert sorted(set(Hub.fetched)) == sorted(Hub.fetched)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(Hub.fetched)
-    refused = "no folder org/tyni here, and no model of that name from the hub"
-    for state in ("answers", "hangs up", "is gone"):
-        monkeypatch.setattr(Hub, "hangs_up", state == "hangs up")
-        if state == "is gone":
-            hub.shutdown()
-            hub.server_close()
-        Hub.requests.clear()
-        assert refused in door.error(*GENERATE, "--target", "org/tyni")
-        assert Hub.requests == ([] if state == "is gone" else ["/api/models/org/tyni"])
-        assert (hub_id("org/tiny"), door.json(*generate)["token_ids"]) == (before, first)
-
-
-@pytest.mark.usefixtures("hub")
-def test_what_another_program_left_out_of_a_hub_name_is_fetched() -> None:
-    """Programs that read a configuration leave a revision of one file in the cache."""
-    hf_hub_download("org/tiny", "config.json")
-    assert Hub.fetched == ["config.json"]
-    by_path = Door(None).json(*GENERATE, "--target", Hub.folder)["token_ids"]
-    assert Door(None).json(*GENERATE, "--target", "org/tiny")["token_ids"] == by_path
-    assert {"generation_config.json", "tokenizer.json"} <= set(Hub.fetched)
-    assert sorted(set(Hub.fetched)) == sorted(Hub.fetched)
 
 
 def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(
