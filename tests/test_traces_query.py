@@ -29,7 +29,6 @@ from trace_values import (
 from spectune.api import simulate
 from spectune.db import NotFoundError
 from spectune.optimizer.timings import Timings
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival
 from spectune.traces.errors import TraceError
@@ -418,13 +417,3 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     many = door.call("traces show all --json")
     assert len(json.loads(many.stdout)["requests"]) == 100
     assert "the first 100; --rows says how many" in many.stderr
-
-
-def test_advice_names_the_pair_that_ships(tmp_path: Path) -> None:
-    door = Door(str(tmp_path / "a.db"))
-    with opened(str(door.db)) as store:
-        store.put_pair(PAIR, "demo", read_pair("demo").to_json())
-        made = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
-        store.append_trajectory(made, 0, a_trajectory(0))
-    line = door.error("simulate", "--policy", '{"draft": "small"}')
-    assert f"`record --resume {made}` makes those" in line
