@@ -24,10 +24,9 @@ from lab import chain, demo, requests, run_parts, say
 from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.parts import mixed, split
-from spectune.optimizer.race import PASSES, eliminate
+from spectune.optimizer.race import PASSES, eliminate, fastest_of
 from spectune.optimizer.timings import Expected, Timings
 from spectune.optimizer.tune import TuneOptions
-from spectune.optimizer.verdict import fastest_of
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.schema import Sampling
 
@@ -179,8 +178,8 @@ def real(quick: bool) -> dict[str, Any]:
         assert found is not None
         published += not found.against
         rows.append({"raced": list(timings.ratio(found.winner, names[0])), **found.to_json()})
-        raced = f"raced {rows[-1]['raced'][0]:.3f}"
-        say(f"{n + 1} of {count}: {raced}, confirmed {found}; published: {not found.against}")
+        ratios = f"raced {rows[-1]['raced'][0]:.3f}, confirmed {found.ratio[0]:.3f}"
+        say(f"{n + 1} of {count}: {ratios}; published: {not found.against}")
     return {"tunings": count, "published": published, "rows": rows}
 
 

@@ -32,6 +32,8 @@ LEAST: Final = 5
 """Units to confirm on without which nothing is published."""
 RACE_SHARE: Final = 1 / 2
 """Part of the time for executions that the race may use; the confirmation has the rest."""
+WIDER: Final = 1.05
+"""How much wider an interval may be where that saves executions."""
 GAIN: Final = 0.05
 """The gain whose chance of being published is told."""
 CHANCE: Final = 0.3
@@ -58,6 +60,13 @@ class Spread:
         freedom = requests - 1
         least = stdtrit(freedom, (1 + LEVEL) / 2)
         return 1.0 - float(nctdtr(freedom, math.log1p(gain) / max(error, 1e-6), least))
+
+    def enough(self, requests: int, most: int) -> int:
+        """How many executions give an interval at most :data:`WIDER` times as wide as ``most``:
+        where requests differ more than executions do, further passes tell next to nothing."""
+        of_requests = self.requests**2 / requests
+        error = WIDER**2 * (of_requests + self.noise**2 / most) - of_requests
+        return min(most, max(requests, math.ceil(self.noise**2 / max(error, 1e-12))))
 
     def requests_for(self, chance: float) -> int:
         """The number of requests, executed once, that give a gain such a chance."""
@@ -90,13 +99,6 @@ class Confirmation:
         if low <= 1.0:
             return "the gain is not beyond noise"
         return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
-
-    def __str__(self) -> str:
-        value, low, high = self.ratio
-        return (
-            f"{value:.3f} times the incumbent's speed ({100 * LEVEL:g}% interval {low:.3f} to "
-            f"{high:.3f}) on {self.requests} {self.unit} held out for it"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""

@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spectune.db.errors import StaleVersionError
 from spectune.traces.errors import PolicyError
 from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
     from spectune.runtime.policies.document import Policy
     from spectune.traces.schema import Sampling, Verifier
-    from spectune.traces.store import TraceStore
     from spectune.traces.tables import Acknowledgement, Publication, Trajectory
 
 
@@ -26,35 +24,6 @@ class Place:
     device: str
     deployment: str
     over: Publication | None
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """What was not published, as another ``version`` came into force meanwhile."""
-
-    version: int
-
-    def __str__(self) -> str:
-        return f"version {self.version} came into force meanwhile and was not compared, so it stays"
-
-
-def publish_winner(
-    store: TraceStore, pair_id: str, place: Place, policy: Policy, **publication: Any
-) -> Publication | Superseded:
-    """Puts a policy in force in place of what it was compared with, ``place.over``.
-    ``publication``: further arguments of :meth:`traces.store.TraceStore.publish`, which raises."""
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    try:
-        return store.publish(
-            pair_id,
-            place.device,
-            policy.id,
-            deployment=place.deployment,
-            expected=place.over.version if place.over else 0,
-            **publication,
-        )
-    except StaleVersionError:
-        return Superseded(store.active_version(pair_id, place.device, place.deployment) or 0)
 
 
 def check_deployment(name: str) -> str:

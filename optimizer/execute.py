@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -158,6 +159,15 @@ def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     return Outcome(policy, "executed", tuple(rows))
 
 
+class _Execution(NamedTuple):
+    """Of one request under one policy: its tokens, counts, and seconds to the first token."""
+
+    policy: str
+    tokens: tuple[int, ...]
+    counts: Counts
+    first_s: float
+
+
 class Executor:
     """Decodes one request (by number) of a workload under one policy (by id), and keeps what that
     did. Requests come in order, pass by pass: windows that learn carry what they learned from
@@ -176,18 +186,14 @@ class Executor:
     ) -> None:
         warm(pair, encoded)
         self.policies, self.encoded, self._clock = {p.id: p for p in policies}, encoded, clock
-        self._decoders: dict[str, Decoder] = {}
-        self._latest: dict[str, int] = {}
+        verifier, self._latest = encoded.options.verifier, dict[str, int]()
         """The request that each policy decoded last."""
+        self._decoders = {}
         for name, policy in self.policies.items():
             plan = prepare_for(pair, policy, profile=profile, artifacts=artifacts)
-            self._decoders[name] = Decoder(
-                pair, StaticSource(plan), encoded.options.verifier, clock
-            )
-        # Of every execution, by policy and request: what it did, and seconds to the first token.
-        self._ran: dict[str, dict[int, list[tuple[Counts, float]]]] = {p: {} for p in self.policies}
-        # By request, of every execution: the policy's id and the tokens.
-        self._texts: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in encoded.items]
+            self._decoders[name] = Decoder(pair, StaticSource(plan), verifier, clock)
+        # Executions by request.
+        self._executions: list[list[_Execution]] = [[] for _ in encoded.items]
         self._dtype = str(pair.target.dtype).removeprefix("torch.")
 
     def __call__(self, policy_id: str, unit: int) -> float:
@@ -198,32 +204,37 @@ class Executor:
             decoder.sessions = Sessions()
         self._latest[policy_id] = unit
         decoded = decoder.decode(request, item.category)
-        steps, seconds = decoded.steps, decoded.seconds
-        self._texts[unit].append((policy_id, tuple(decoded.trajectory.output_ids.tolist())))
-        ran = self._ran[policy_id].setdefault(unit, [])
-        ran.append((counts_of(steps, seconds), first_token_s(steps, seconds)))
-        return seconds
+        counts = counts_of(decoded.steps, decoded.seconds)
+        first_s = first_token_s(decoded.steps, decoded.seconds)
+        tokens = tuple(decoded.trajectory.output_ids.tolist())
+        self._executions[unit].append(_Execution(policy_id, tokens, counts, first_s))
+        return decoded.seconds
 
     @property
     def texts(self) -> ComparedTexts:
         """Requests that were executed more than once, beside autoregression executed again."""
-        found = [[text for _, text in ran] for ran in self._texts if len(ran) > 1]
-        plain = [[text for name, text in ran if name == AUTOREGRESSIVE.id] for ran in self._texts]
-        again = [texts for texts in plain if len(texts) > 1]
+        texts = [[e.tokens for e in executions] for executions in self._executions]
+        plain = [
+            [e.tokens for e in executions if e.policy == AUTOREGRESSIVE.id]
+            for executions in self._executions
+        ]
+        several, repeated = ([t for t in group if len(t) > 1] for group in (texts, plain))
         return ComparedTexts(
-            sum(len(set(texts)) > 1 for texts in found),
-            len(found),
+            sum(len(set(t)) > 1 for t in several),
+            len(several),
             self._dtype,
-            sum(len(set(texts)) > 1 for texts in again),
-            len(again),
+            sum(len(set(t)) > 1 for t in repeated),
+            len(repeated),
         )
 
     def outcome(self, policy_id: str, costs: FloatArray) -> Outcome:
         """What a policy did; a request's seconds are the median of its executions."""
         rows = []
-        for n, ran in sorted(self._ran[policy_id].items()):
-            item, _ = self.encoded.items[n]
-            counts = replace(ran[0][0], seconds=float(np.nanmedian(costs[n])))
-            first_s = float(np.median([first for _, first in ran]))
-            rows.append(RequestOutcome(item.id, item.category, counts, first_s))
+        for n, (item, _) in enumerate(self.encoded.items):
+            executions = [e for e in self._executions[n] if e.policy == policy_id]
+            if executions:
+                seconds = float(np.nanmedian(costs[n]))
+                counts = replace(executions[0].counts, seconds=seconds)
+                first_s = float(np.median([e.first_s for e in executions]))
+                rows.append(RequestOutcome(item.id, item.category, counts, first_s))
         return Outcome(self.policies[policy_id].label(), "executed", tuple(rows))

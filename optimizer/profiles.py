@@ -3,7 +3,7 @@ trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -23,29 +23,25 @@ LEAST_SPREAD: Final = 0.01
 """Predicted ratios of speeds are taken to be no surer than this, however well a check went."""
 
 
-def usable_profile(
+def stored_profile(
     store: TraceStore,
     pair: LoadedPair,
     drafts: tuple[str, ...],
-    now: datetime,
+    since: datetime,
     *,
     gamma_max: int,
     trees: bool = False,
-    since: datetime | None = None,
 ) -> LatencyProfile | None:
-    """The newest accepted profile of this pair in this environment that covers the drafts (and
-    their ``trees``) and windows up to ``gamma_max``, unless it is a day old, or older than
-    ``since``."""
+    """The newest profile since then of this pair in this environment that covers the drafts (and
+    their ``trees``) and windows up to ``gamma_max``."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
     for profile in store.profiles(pair.id, pair.device.type, here["dtype"]):
-        made = profile.created_at
-        recent = now - made < PROFILE_AGE and (since is None or made >= since)
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
         covers &= profile.environment.get("gamma_max", 0) >= gamma_max
-        if same <= profile.environment.items() and recent and covers:
-            return profile if profile.accepted(trees=trees) else None
+        if same <= profile.environment.items() and profile.created_at >= since and covers:
+            return profile
     return None
 
 
@@ -63,8 +59,8 @@ def doubts(profile: LatencyProfile, *, trees: bool) -> str:
     checks = profile.checks(trees=trees)
     error = 100 * max(float(check["policy_error"]) for check in checks)
     return (
-        f"profile {profile.id} failed its check: policies are predicted within {error:.0f}% "
-        "(median), so the race weighs more"
+        f"profile {profile.id} failed its check: the median error of predicted policies is "
+        f"{error:.0f}%"
     )
 
 
@@ -84,26 +80,21 @@ def profile_for(
     *,
     gamma_max: int = 16,
     trees: bool = True,
-    fresh: bool = False,
     trajectories: Sequence[Trajectory] = (),
-    own_since: datetime | None = None,
+    since: datetime | None = None,
+    tell: Callable[[str], None] = lambda line: None,
     progress: Progress = silent,
 ) -> LatencyProfile:
-    """A profile fit for use: a recent one of this environment, else a new measurement on the texts
-    and contexts of ``trajectories``, of two sweeps where its check fails after one. Where it fails
-    after both, :func:`doubts` says so.
-
-    A ``fresh`` tuning uses only one that was made after ``own_since``, when its first attempt
-    began; None: this is the first.
-    """
-    if not fresh or own_since is not None:
-        since = own_since if fresh else None
-        now = datetime.now(UTC)
-        found = usable_profile(
-            store, pair, drafts, now, gamma_max=gamma_max, trees=trees, since=since
-        )
-        if found is not None:
-            return found
+    """A profile of this environment that was made after ``since`` (None: a day ago) and passed its
+    check, else a new measurement on the texts and contexts of ``trajectories``, of two sweeps where
+    its check fails after one. Where it fails after both, :func:`doubts` says so."""
+    oldest = since or datetime.now(UTC) - PROFILE_AGE
+    stored = stored_profile(store, pair, drafts, oldest, gamma_max=gamma_max, trees=trees)
+    if stored is not None:
+        failed = doubts(stored, trees=trees)
+        if not failed:
+            return stored
+        tell(f"{failed}: it is measured anew")
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     measured = measure_profile(
         pair,

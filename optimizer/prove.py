@@ -1,14 +1,17 @@
-"""What a bench proves of policies that a search proposes: a race chooses one, and a confirmation
-measures that one against what is in force."""
+"""What a bench proves of policies that a search proposes: a race chooses one, a confirmation
+measures that one against what is in force, and what is confirmed is published."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from sqlalchemy.orm import Session
 
+from spectune.db.errors import StaleVersionError
 from spectune.optimizer.bench import Bench, Prediction
 from spectune.optimizer.confirm import (
     RACE_SHARE,
@@ -20,12 +23,30 @@ from spectune.optimizer.confirm import (
     power_in_words,
     spread_of,
 )
-from spectune.optimizer.race import PASSES, Comparison, race
+from spectune.optimizer.deployment import Place, refusal
+from spectune.optimizer.profiles import common_factor
+from spectune.optimizer.race import PASSES, Comparison, fastest_of, race
+from spectune.optimizer.report.words import confirmed_in_words
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Candidate, candidates_of, fastest_of
-from spectune.runtime.policies.document import Policy
+from spectune.optimizer.verdict import Candidate, Tuned
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.store import TraceStore
+
+
+@dataclass(frozen=True)
+class ProveOptions:
+    """Race and confirmation take about ``budget_s`` together. ``guard`` is called in the
+    transaction that publishes, and raises where the caller may not. ``tell`` is called with what a
+    user should know before the work goes on."""
+
+    budget_s: float = 80.0
+    publish: bool = True
+    actor: str = "tune"
+    idempotency_key: str | None = None
+    guard: Callable[[Session], None] | None = None
+    tell: Callable[[str], None] = lambda line: None
 
 
 @dataclass(frozen=True)
@@ -44,23 +65,22 @@ def run_race(
     bench: Bench,
     roles: Mapping[str, Policy],
     incumbent: Policy,
+    options: ProveOptions,
     *,
-    budget_s: float,
     passes: int = PASSES,
-    tell: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = silent,
 ) -> Raced:
-    """Races policies, by role, on the bench's race part, in its share of a budget, and chooses by
+    """Races policies, by role, on the bench's race part, in its share of the budget, and chooses by
     execution and prediction together. A policy of several roles is executed once. Those that are no
-    finalists are executed on all of the part. ``tell`` is told of what is not predicted."""
+    finalists are executed on all of the part."""
     policies = {policy.id: policy for policy in (*roles.values(), incumbent)}
     predictions: dict[str, Prediction] = {}
     for name, policy in policies.items():
         try:
             predictions[name] = bench.predict(policy, "race")
         except (PolicyError, TraceError) as error:
-            tell(f"{policy.label()} is raced without a prediction: {error}")
+            options.tell(f"{policy.label()} is raced without a prediction: {error}")
     began = clock()
     comparison = race(
         bench,
@@ -68,48 +88,60 @@ def run_race(
         predictions,
         baselines={p.id for role, p in roles.items() if not role.startswith("finalist")},
         passes=passes,
-        budget_s=budget_s * RACE_SHARE,
+        budget_s=options.budget_s * RACE_SHARE,
         clock=clock,
         progress=lambda done, total: progress("execute", done, total),
     )
-    seconds = clock() - began
-    outcomes = {name: prediction.result.outcome() for name, prediction in predictions.items()}
-    candidates = candidates_of(roles, comparison, outcomes, incumbent)
+    seconds, timings = clock() - began, comparison.timings
+    leader = timings.leader(comparison.survivors)
+    candidates = {
+        role: Candidate(
+            role,
+            policy,
+            predictions[policy.id].result.outcome() if policy.id in predictions else None,
+            comparison.outcomes[policy.id],
+            timings.ratio(policy.id, incumbent.id),
+            timings.ratio(policy.id, AUTOREGRESSIVE.id),
+            timings.ratio(policy.id, leader, projected=True),
+            policy.id in comparison.survivors,
+        )
+        for role, policy in roles.items()
+    }
     fastest = fastest_of(
         [policies[name] for name in comparison.survivors],
-        comparison.timings,
+        timings,
         {name: prediction.speed for name, prediction in predictions.items()},
         bench.spread,
     )
-    by_policy = {candidate.policy.id: candidate for candidate in candidates}
-    winner, base = by_policy[fastest.id], by_policy[incumbent.id]
-    return Raced(tuple(candidates), winner, base, comparison, seconds)
+    winner = next(c for c in candidates.values() if c.policy.id == fastest.id)
+    base = next(c for c in candidates.values() if c.policy.id == incumbent.id)
+    return Raced(tuple(candidates.values()), winner, base, comparison, seconds)
 
 
 def confirm_winner(
     bench: Bench,
     raced: Raced,
+    options: ProveOptions,
     *,
-    budget_s: float,
     passes: int = PASSES,
-    tell: Callable[[str], None] = lambda line: None,
     progress: Progress = silent,
 ) -> tuple[Confirmation | None, ComparedTexts]:
     """The race's winner and the incumbent alone, on the part that nothing was fitted to or chosen
-    by, in what the race left of the budget; and all texts compared. ``tell`` is told the power
+    by, in at most what the race left of the budget; and all texts compared. The power is told
     beforehand. None where the incumbent won."""
     names = winner, incumbent = raced.winner.policy.id, raced.incumbent.policy.id
     if winner == incumbent:
         return None, raced.race.texts
-    costs, units = raced.race.timings.seconds, bench.units("confirm")
+    timings, units, budget_s = raced.race.timings, bench.units("confirm"), options.budget_s
     # A cost need not be seconds; what a unit takes is in proportion to it.
-    pace = raced.seconds / sum(float(np.nansum(of)) for of in costs.values())
-    both_s = pace * sum(float(np.nanmean(costs[name])) for name in names)
-    executions = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
+    pace = raced.seconds / sum(float(np.nansum(of)) for of in timings.seconds.values())
+    both_s = pace * sum(float(np.nanmean(timings.seconds[name])) for name in names)
+    spread = spread_of(timings, winner, incumbent) or Spread()
+    most = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
+    executions = spread.enough(units, most)
     used = min(units, executions)
-    spread = spread_of(raced.race.timings, winner, incumbent) or Spread()
     power = power_in_words(spread, units, executions, seconds=both_s, budget_s=budget_s)
-    tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
+    options.tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
         try:
@@ -129,3 +161,86 @@ def confirm_winner(
             progress=lambda done, total: progress("confirm", done, total),
         )
         return confirmation, raced.race.texts + execution.texts
+
+
+def decide(
+    winner: Candidate,
+    incumbent: Candidate,
+    confirmed: Confirmation | None,
+    *,
+    in_force: bool,
+    publish: bool = True,
+) -> tuple[Candidate, str, bool]:
+    """(what is to be in force, why, whether that is to be published now). ``in_force``: whether the
+    incumbent is published already; ``publish``: whether this tuning publishes anything."""
+    reason = "no executed policy is faster than the incumbent"
+    if confirmed is not None:
+        names = [c.policy.label() for c in (winner, incumbent)]
+        reason = confirmed_in_words(confirmed.to_json(), *names)
+        if not confirmed.against:
+            return winner, reason, publish
+    first = "autoregression is published" if publish else "decoding without a draft stays"
+    stays = "the incumbent stays" if in_force else first
+    return incumbent, f"{reason}; {stays}", publish and not in_force
+
+
+def conclude(
+    store: TraceStore,
+    pair_id: str,
+    raced: Raced,
+    confirmed: Confirmation | None,
+    place: Place,
+    options: ProveOptions,
+    *,
+    sampling: Mapping[str, Any] | None,
+    unusable: str = "",
+    doubts: str = "",
+    evidence: Mapping[str, Any] | None = None,
+    **about: Any,
+) -> Tuned:
+    """The results, published where the winner is to take the place of what is in force and that is
+    still what it was compared with: with its evidence and the ``sampling`` that it was tuned for,
+    once per idempotency key. ``unusable``: why what is in force cannot be the incumbent, if it
+    cannot; ``doubts``: what else is to be said; ``evidence``: what is stored with the publication
+    beside the results; ``about``: further fields of :class:`Tuned`."""
+    in_force = place.over is not None and not unusable
+    candidate, reason, publish = decide(
+        raced.winner, raced.incumbent, confirmed, in_force=in_force, publish=options.publish
+    )
+    tuned = Tuned(
+        winner=candidate,
+        incumbent=raced.incumbent,
+        candidates=raced.candidates,
+        confirmed=confirmed,
+        reason="; ".join(filter(None, (unusable, doubts, reason))),
+        common_factor=common_factor(raced.race.timings),
+        **about,
+    )
+    policy = candidate.policy
+    store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    if not publish:
+        return tuned
+    if refused := refusal(place.deployment, policy):
+        return replace(tuned, blocked=refused)
+    try:
+        published = store.publish(
+            pair_id,
+            place.device,
+            policy.id,
+            deployment=place.deployment,
+            expected=place.over.version if place.over else 0,
+            actor=options.actor,
+            sampling=sampling,
+            evidence={**tuned.to_json(), **(evidence or {})},
+            reason=tuned.reason,
+            idempotency_key=options.idempotency_key,
+            guard=options.guard,
+        )
+    except StaleVersionError:
+        version = store.active_version(pair_id, place.device, place.deployment) or 0
+        blocked = (
+            f"version {version} came into force meanwhile and was not compared, so it stays; "
+            f"`tune --recording {tuned.recording}` compares with it"
+        )
+        return replace(tuned, blocked=blocked)
+    return replace(tuned, published=published)

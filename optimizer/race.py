@@ -3,6 +3,7 @@ the time goes to telling the fastest apart."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from spectune.optimizer.bench import Bench, Prediction
+from spectune.optimizer.spaces import complexity
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import TIE, Expected, Timings
 from spectune.runtime.policies.document import Policy
@@ -129,3 +131,34 @@ def _rotated(policies: Sequence[str], turn: int, group: Callable[[str], str]) ->
         return items[turn % len(items) :] + items[: turn % len(items)]
 
     return [policy for name in shifted(list(groups)) for policy in shifted(groups[name])]
+
+
+def fastest_of(
+    policies: Sequence[Policy], timings: Timings, predicted: Mapping[str, float], spread: float
+) -> Policy:
+    """The fastest of the policies that a race did not drop, by execution and ``predicted`` tokens/s
+    (by id, where known; ``spread``: of their ratios) together; of those that it is not faster than
+    beyond noise, and that are predicted within a tie, the simplest."""
+    first = policies[0].id
+
+    def log_speedup(policy: Policy) -> float:
+        """Over the first, as executed and as predicted, each weighed by the inverse of its
+        variance."""
+        if policy.id == first:
+            return 0.0
+        ratio, low, high = timings.ratio(policy.id, first, projected=True)
+        expected = predicted.get(policy.id, 0.0) / predicted.get(first, math.inf)
+        if not (low > 0.0 and math.isfinite(high)) or expected <= 0.0:
+            return math.log(ratio)
+        executed = max(1e-6, math.log(high / low) / (2 * 1.96)) ** -2
+        weights = (executed, spread**-2)
+        return float(np.average([math.log(ratio), math.log(expected)], weights=weights))
+
+    fastest = max(policies, key=log_speedup)
+    tied = [fastest]
+    for policy in policies:
+        _, low, high = timings.ratio(fastest.id, policy.id, projected=True)
+        close = predicted.get(fastest.id, math.inf) <= predicted.get(policy.id, 0.0) * (1 + TIE)
+        if low <= 1.0 and (close or high <= 1.0 + TIE):
+            tied.append(policy)
+    return min(tied, key=lambda p: (complexity(p), -log_speedup(p)))

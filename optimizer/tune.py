@@ -9,38 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from sqlalchemy.orm import Session
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.confirm import Confirmation, check_sample_size
-from spectune.optimizer.deployment import (
-    Place,
-    Superseded,
-    other_sampling,
-    publish_winner,
-    refusal,
-    sampling_of,
-)
+from spectune.optimizer.deployment import Place, other_sampling, sampling_of
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import in_force, published_policy
 from spectune.optimizer.parts import Parts, mixed, recorded_parts
-from spectune.optimizer.profiles import (
-    common_factor,
-    doubts,
-    prediction_spread,
-    profile_for,
-)
-from spectune.optimizer.prove import Raced, confirm_winner, run_race
+from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
+from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
-from spectune.optimizer.report.evidence import evidence_document, rounds_of_one
-from spectune.optimizer.report.words import EVIDENCE, sampling_in_words, verifier_in_words
+from spectune.optimizer.report.evidence import put_evidence, rounds_of_one
+from spectune.optimizer.report.words import sampling_in_words, verifier_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
 from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.shortlisted import ShortlistedDrafts
@@ -54,7 +40,7 @@ from spectune.optimizer.spaces import (
     transformers_heuristic,
 )
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Tuned, decide
+from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
@@ -73,7 +59,7 @@ from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
-from spectune.traces.tables import LatencyProfile, Publication, Trajectory
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 FEW_REQUESTS = 6
 """Requests of the search part on which every draft's trees are recorded."""
@@ -83,31 +69,19 @@ and its trees be recorded on all requests: bins, classifiers and a finer search 
 
 
 @dataclass(frozen=True)
-class TuneOptions:
-    """How a tuning is done. ``drafts`` empty means all of the pair's; ``tree_width`` 0 leaves trees
-    out. ``finalists`` of different kinds race against the baselines, and the winner is confirmed,
-    together in about ``budget_s``. ``fresh`` uses nothing that was stored before, but what was made
-    under the same ``idempotency_key``. ``guard`` is called in the transaction that publishes, and
-    raises where the caller may not; ``publishing`` is entered around it, and again around what is
-    stored after it, with the results so far. What is in force in the ``deployment`` is the
-    incumbent, and is what is replaced. ``tell`` is called with what a user should know before the
-    work goes on."""
+class TuneOptions(ProveOptions):
+    """How a tuning is done. ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
+    race against the baselines, and the winner is confirmed. ``fresh`` uses nothing that was stored
+    before, but what was made under the same ``idempotency_key``. What is in force in the
+    ``deployment`` is the incumbent, and is what is replaced."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
-    drafts: tuple[str, ...] = ()
     gamma_max: int = 16
     trials: int = 400
     seed: int = 0
     finalists: int = 4
-    budget_s: float = 80.0
     fresh: bool = False
-    publish: bool = True
     deployment: str = DEFAULT_DEPLOYMENT
-    actor: str = "tune"
-    idempotency_key: str | None = None
-    guard: Callable[[Session], None] | None = None
-    publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
-    tell: Callable[[str], None] = lambda line: None
     tree_width: int = 8
     tree_depth: int = 8
 
@@ -121,16 +95,9 @@ class TuneOptions:
         """Width and depth of the trees to record."""
         return (0, 0) if self.chains_only else (self.tree_width, self.tree_depth)
 
-    def prices_trees(self, pair: LoadedPair) -> bool:
-        """Whether rounds of trees need costs: a head's chains are trees of width 1."""
-        drafts = self.drafts_of(pair)
-        return self.tree_size[0] > 0 or any(d not in pair.chain_drafts for d in drafts)
-
     def drafts_of(self, pair: LoadedPair) -> tuple[str, ...]:
-        """The drafts to tune: those named, or all that the verifier can be used with."""
-        return self.drafts or tuple(
-            d for d in pair.draft_names if d in pair.chain_drafts or not self.chains_only
-        )
+        """The drafts that the verifier can be used with."""
+        return pair.chain_drafts if self.chains_only else pair.draft_names
 
 
 def tune(
@@ -158,9 +125,7 @@ def tune(
         pair,
         workload,
         settings.options,
-        PanoramaSpec(
-            [d for d in settings.drafts_of(pair) if d in pair.chain_drafts], settings.gamma_max
-        ),
+        PanoramaSpec(pair.chain_drafts, settings.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
         slot=slot,
         fresh=settings.fresh and not slot,
@@ -248,7 +213,9 @@ class Tuning:
     """Those of the race and the confirmation in an order whose every beginning has all categories.
     """
     profile: LatencyProfile = field(init=False)
-    active: Publication | None = field(init=False)
+    prices_trees: bool = field(init=False)
+    """Whether the profile has what rounds of trees cost."""
+    place: Place = field(init=False)
     incumbent: Policy = field(init=False)
     unusable: str = field(init=False)
     """Why what is in force cannot be the incumbent; empty where it is."""
@@ -273,7 +240,12 @@ class Tuning:
     @property
     def chains(self) -> tuple[str, ...]:
         """Drafts whose chains are functions of the text: what is recorded first."""
-        return tuple(d for d in self.drafts if d in self.pair.chain_drafts)
+        return self.pair.chain_drafts
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Drafts whose chains are recorded as trees of width 1."""
+        return tuple(d for d in self.drafts if d not in self.chains)
 
     def record_panoramas(self, spec: PanoramaSpec, ordinals: Sequence[int] | None = None) -> None:
         """Records the panoramas that are lacking, of some requests or all."""
@@ -295,24 +267,15 @@ class Tuning:
 
     def opened(self, drafts: Collection[str], **how: Any) -> tuple[ReplayTrace, tuple[int, ...]]:
         """A trace of the recording, which reads what replays lack, and its ordinals."""
-        opened = open_trace(self.store, self.recording, drafts=drafts, skip_corrupted=True, **how)
+        store, pair, name = self.store, self.pair, self.recording
+        opened = open_trace(store, name, drafts=drafts, skip_corrupted=True, **how)
         trace, ordinals = opened.trace, opened.ordinals
+        here = store, pair, name
         trace.reader = draft_reader(
-            self.store,
-            self.pair,
-            self.recording,
-            trace.trajectories,
-            trace.panoramas,
-            ordinals,
-            self.progress,
+            *here, trace.trajectories, trace.panoramas, ordinals, self.progress
         )
         trace.on_demand = ShortlistedDrafts(
-            self.store,
-            self.pair,
-            self.recording,
-            ordinals,
-            fitted(self.store, self.pair.id),
-            progress=self.progress,
+            *here, ordinals, fitted(store, pair.id), progress=self.progress
         )
         return trace, ordinals
 
@@ -362,27 +325,33 @@ class Tuning:
     def measure(self) -> None:
         """What rounds cost on this device, and with that, what there is to beat."""
         store, pair, settings, texts = self.store, self.pair, self.settings, self.trace.trajectories
-        began = store.get_recording(self.recording).created_at if settings.idempotency_key else None
-        self.active = store.active_publication(pair.id, pair.device.type, settings.deployment)
-        weighs = [p for p in _weighing_costs(self.active) if p.draft in pair.draft_names]
-        trees = any(p.is_tree or p.draft not in pair.chain_drafts for p in weighs)
+        active = store.active_publication(pair.id, pair.device.type, settings.deployment)
+        self.place = Place(pair.device.type, settings.deployment, active)
+        self.prices_trees = bool(settings.tree_size[0] or self.heads)
+        if active is not None and not self.prices_trees:
+            with suppress(PolicyError):  # what is wrong with it is said below
+                self.prices_trees = any(p.is_tree for p in published_policy(active).candidates)
+        since = None
+        if settings.fresh:  # an earlier attempt at the same slot began with its recording
+            slot = settings.idempotency_key is not None
+            since = store.get_recording(self.recording).created_at if slot else store.clock()
         self.profile = profile_for(
             store,
             pair,
-            tuple(dict.fromkeys((*self.drafts, *(p.draft for p in weighs)))),
+            self.drafts,
             gamma_max=settings.gamma_max,
-            trees=trees or settings.prices_trees(pair),
-            fresh=settings.fresh,
+            trees=self.prices_trees,
             trajectories=texts,
-            own_since=began,
+            since=since,
+            tell=settings.tell,
             progress=self.progress,
         )
         first = texts[0]
-        line = other_sampling(self.active, first.sampling, first.verifier)
+        line = other_sampling(active, first.sampling, first.verifier)
         if line and settings.publish:
             settings.tell(f"warning: {line}")
         self.incumbent, self.unusable = in_force(
-            self.active,
+            active,
             lambda p: ready_plan(store, pair, p, self.profile, first.verifier, first.sampling),
             "autoregression is the incumbent",
         )
@@ -395,11 +364,7 @@ class Tuning:
     def record_trees(self) -> None:
         """Chains of heads; and trees, on a few requests, then on all of them where they could win
         or are in force."""
-        settings = self.settings
-        size, heads = (
-            settings.tree_size,
-            [d for d in self.drafts if d not in self.pair.chain_drafts],
-        )
+        settings, size, heads = self.settings, self.settings.tree_size, self.heads
         if heads:
             self.record_panoramas(PanoramaSpec(heads, settings.gamma_max))
         trees = [d for d in self.drafts if d != "ngram" and size[0]]
@@ -522,22 +487,20 @@ class Tuning:
     def race(self) -> None:
         """The best few, the incumbent and plain baselines race on requests that the search has not
         seen."""
-        trees = self.settings.tree_size[0] > 0
         self.bench = NativeBench(
             self.pair,
             self.trace,
             self.parts,
             self.profile,
             self.artifacts,
-            spread=prediction_spread(self.profile, trees=trees),
+            spread=prediction_spread(self.profile, trees=self.settings.tree_size[0] > 0),
             clock=self.clock,
         )
         self.raced = run_race(
             self.bench,
             self.roles(),
             self.incumbent,
-            budget_s=self.settings.budget_s,
-            tell=self.settings.tell,
+            self.settings,
             clock=self.clock,
             progress=self.progress,
         )
@@ -545,90 +508,43 @@ class Tuning:
     def confirm(self) -> None:
         """The race's winner against the incumbent, on requests held out."""
         self.confirmed, self.texts = confirm_winner(
-            self.bench,
-            self.raced,
-            budget_s=self.settings.budget_s,
-            tell=self.settings.tell,
-            progress=self.progress,
+            self.bench, self.raced, self.settings, progress=self.progress
         )
 
     def conclude(self) -> Tuned:
         """The results, published if the winner is to take the place of what is in force. Stores
         what the report draws beside the study."""
-        store, pair, settings, raced = self.store, self.pair, self.settings, self.raced
-        decision = decide(
-            raced.winner,
-            raced.incumbent,
+        store, pair, settings, trace = self.store, self.pair, self.settings, self.trace
+        tuned = conclude(
+            store,
+            pair.id,
+            self.raced,
             self.confirmed,
-            in_force=self.active is not None and not self.unusable,
-            publish=settings.publish,
-        )
-        doubted = doubts(self.profile, trees=settings.prices_trees(pair))
-        tuned = Tuned(
-            winner=decision.candidate,
-            incumbent=raced.incumbent,
-            candidates=raced.candidates,
+            self.place,
+            settings,
+            sampling=sampling_of(trace.trajectories),
+            unusable=self.unusable,
+            doubts=doubts(self.profile, trees=self.prices_trees),
             recording=self.recording,
             profile=self.profile.id,
             study=self.study_id,
             texts=self.texts,
-            test_requests=max(len(c.executed.per_request) for c in raced.candidates),
             search_requests=len(self.parts.search),
             trials=len(self.study.trials),
-            reason="; ".join(filter(None, (self.unusable, doubted, decision.reason))),
-            published=None,
-            confirmed=self.confirmed,
             seconds=self.seconds,
             beyond=self.study.left_out(),
             workload=self.workload,
-            common_factor=common_factor(raced.race.timings),
         )
-        with settings.publishing(tuned):
-            policy = decision.candidate.policy
-            store.put_policy(policy.id, policy.spelled_out(), policy.label())
-            refused = refusal(settings.deployment, policy)
-            if decision.may_publish and refused:
-                tuned = replace(tuned, refused=refused)
-            elif decision.may_publish:
-                tuned = self.published(tuned)
-        with settings.publishing(tuned):
-            evidence, about = self.evidence(tuned), {"study": tuned.study}
-            store.put_artifact(EVIDENCE, evidence, pair_id=pair.id, provenance=about)
-        return tuned
-
-    def published(self, tuned: Tuned) -> Tuned:
-        """Puts the winner in force with its evidence and the sampling it was tuned for, once per
-        idempotency key."""
-        settings = self.settings
-        made = publish_winner(
-            self.store,
-            self.pair.id,
-            Place(self.pair.device.type, settings.deployment, self.active),
-            tuned.winner.policy,
-            actor=settings.actor,
-            sampling=sampling_of(self.trace.trajectories),
-            evidence=tuned.to_json(),
-            reason=tuned.reason,
-            idempotency_key=settings.idempotency_key,
-            guard=settings.guard,
-        )
-        if isinstance(made, Superseded):
-            reason = f"{made}; `tune --recording {tuned.recording}` compares with it"
-            return replace(tuned, reason=reason, superseded_by=made.version)
-        return replace(tuned, published=made)
-
-    def evidence(self, tuned: Tuned) -> dict[str, Any]:
-        """What the report draws beside the study."""
-        pair, trace = self.pair, self.trace
         about = {
             "pair": f"{pair.spec.name} ({pair.id})",
             "device": pair.device.type,
             "dtype": str(pair.target.dtype).removeprefix("torch."),
-            "deployment": self.settings.deployment,
+            "deployment": settings.deployment,
             "sampling": sampling_in_words(trace.trajectories[0].sampling),
         }
         rounds = rounds_of_one(tuned, trace, self.profile, self.artifacts, pair.text)
-        return evidence_document(tuned, rounds, about)
+        put_evidence(store, pair.id, tuned, rounds, about)
+        return tuned
 
 
 STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
@@ -643,16 +559,6 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("confirm", Tuning.confirm),
 )
 """What a tuning does, in order, by the name that its seconds are told under."""
-
-
-def _weighing_costs(active: Publication | None) -> Sequence[Policy]:
-    """The policies in force that weigh costs: they cannot run without those of their draft, whether
-    it is tuned or not."""
-    try:
-        policy = published_policy(active) if active else AUTOREGRESSIVE
-        return [candidate for candidate in policy.candidates if candidate.needs_profile]
-    except PolicyError:
-        return []
 
 
 def _faster_passes(profile: LatencyProfile, draft: str) -> list[str]:

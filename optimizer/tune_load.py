@@ -4,25 +4,20 @@ search is as the native decoder's tuning does it (:mod:`optimizer.prove`), on an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from sqlalchemy.orm import Session
 
 from spectune.engines.protocol import Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.bench.engine import EngineBench, LoadOutcome
 from spectune.optimizer.confirm import check_sample_size
-from spectune.optimizer.deployment import Place, Superseded, publish_winner, tuned_for
+from spectune.optimizer.deployment import Place, tuned_for
 from spectune.optimizer.inputs import in_force
 from spectune.optimizer.load_search import LoadStudy, Trial
-from spectune.optimizer.profiles import common_factor
-from spectune.optimizer.prove import Raced, confirm_winner, run_race
-from spectune.optimizer.report.evidence import evidence_document
-from spectune.optimizer.report.words import EVIDENCE, sampling_in_words
-from spectune.optimizer.verdict import Tuned, decide
+from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
+from spectune.optimizer.report.evidence import put_evidence
+from spectune.optimizer.report.words import sampling_in_words
+from spectune.optimizer.verdict import Tuned
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -109,21 +104,6 @@ def search_load(
     return LoadSearch(bench, study, trial, study_id)
 
 
-@dataclass(frozen=True)
-class ProveOptions:
-    """How what a search under load proposes is proved and published: as
-    :class:`optimizer.tune.TuneOptions` has it."""
-
-    budget_s: float = 80.0
-    publish: bool = True
-    actor: str = "tune"
-    idempotency_key: str | None = None
-    guard: Callable[[Session], None] | None = None
-    publishing: Callable[[Tuned], AbstractContextManager[object]] = nullcontext
-    tell: Callable[[str], None] = lambda line: None
-    progress: Progress = field(default=silent)
-
-
 def roles_of(search: LoadSearch, incumbent: Policy) -> dict[str, Policy]:
     """Who is executed, by role: what the search proposes, the best constant of each load, a server
     without a draft, one that has the draft loaded and drafts 0 tokens, and what is in force."""
@@ -136,7 +116,12 @@ def roles_of(search: LoadSearch, incumbent: Policy) -> dict[str, Policy]:
 
 
 def prove_load(
-    store: TraceStore, search: LoadSearch, place: Place, options: ProveOptions
+    store: TraceStore,
+    search: LoadSearch,
+    place: Place,
+    options: ProveOptions,
+    *,
+    progress: Progress = silent,
 ) -> tuple[Tuned, dict[str, Any]]:
     """Executes what a search proposes beside the best constants, no speculation and what is in
     force, within about the budget, and publishes what is confirmed to be better than that on texts
@@ -149,55 +134,26 @@ def prove_load(
     check_sample_size(categories, publish=options.publish, parts=bench.parts)
     otherwise = "no speculation is the incumbent"
     incumbent, unusable = in_force(place.over, bench.engine.runs, otherwise)
-    how: dict[str, Any] = {"tell": options.tell, "progress": options.progress}
-    budget_s = options.budget_s
-    raced = run_race(bench, roles_of(search, incumbent), incumbent, budget_s=budget_s, **how)
-    confirmed, texts = confirm_winner(bench, raced, budget_s=budget_s, **how)
-    published_before = place.over is not None and not unusable
-    decision = decide(
-        raced.winner,
-        raced.incumbent,
+    raced = run_race(bench, roles_of(search, incumbent), incumbent, options, progress=progress)
+    confirmed, texts = confirm_winner(bench, raced, options, progress=progress)
+    figures = by_load(bench, raced)
+    tuned = conclude(
+        store,
+        info.pair_id,
+        raced,
         confirmed,
-        in_force=published_before,
-        publish=options.publish,
-    )
-    tuned = Tuned(
-        winner=decision.candidate,
-        incumbent=raced.incumbent,
-        candidates=raced.candidates,
+        place,
+        options,
+        sampling=tuned_for(info.sampling, bench.trace.trajectories[0].verifier),
+        unusable=unusable,
+        evidence={"loads": figures},
         recording=info.id,
-        profile="",
         study=search.study_id,
         texts=texts,
-        test_requests=max(len(c.executed.per_request) for c in raced.candidates),
         search_requests=len(bench.parts.search),
         trials=len(search.study.trials),
-        reason="; ".join(filter(None, (unusable, decision.reason))),
-        published=None,
-        confirmed=confirmed,
-        common_factor=common_factor(raced.race.timings),
     )
-    figures = by_load(bench, raced)
-    text = bench.trace.trajectories[0]
-    with options.publishing(tuned):
-        if decision.may_publish:
-            publication = publish_winner(
-                store,
-                info.pair_id,
-                place,
-                decision.candidate.policy,
-                actor=options.actor,
-                sampling=tuned_for(info.sampling, text.verifier),
-                evidence={**tuned.to_json(), "loads": figures},
-                reason=tuned.reason,
-                idempotency_key=options.idempotency_key,
-                guard=options.guard,
-            )
-            if isinstance(publication, Superseded):
-                tuned = replace(tuned, reason=str(publication), superseded_by=publication.version)
-            else:
-                tuned = replace(tuned, published=publication)
-        _store_runs(store, bench, raced, place, tuned)
+    _store_runs(store, bench, raced, place, tuned)
     return tuned, {"executed": figures}
 
 
@@ -244,9 +200,7 @@ def _store_runs(
         "deployment": place.deployment,
         "sampling": sampling_in_words(text.sampling),
     }
-    evidence = evidence_document(tuned, {"rounds": []}, about)
-    about_study = {"study": tuned.study}
-    store.put_artifact(EVIDENCE, evidence, pair_id=info.pair_id, provenance=about_study)
+    put_evidence(store, info.pair_id, tuned, {"rounds": []}, about)
 
 
 def latest_traffic(store: TraceStore, engine: str, pair_id: str | None = None) -> Recording:

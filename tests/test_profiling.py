@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from spectune.optimizer.profiles import (
     prediction_spread,
     profile_for,
     served_contexts,
-    usable_profile,
+    stored_profile,
 )
 from spectune.optimizer.record import texts_to_profile
 from spectune.optimizer.timings import Timings
@@ -186,11 +186,11 @@ def test_a_profile_whose_check_fails_is_measured_on(
     stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)
     assert swept == [1] + [2] * sweeps  # the first warms up
     assert stored.check == checks[-1]
-    for_four = partial(usable_profile, store, pair, pair.draft_names, trees=trees)
-    usable = for_four(datetime.now(UTC), gamma_max=4)
+    recent = datetime.now(UTC) - timedelta(hours=1)
+    again = partial(stored_profile, store, pair, pair.draft_names, recent, trees=trees)
+    assert again(gamma_max=4) == stored
+    assert again(gamma_max=5) is None, "longer windows were not measured"
     worst = max(errors[-1][: 2 if trees else 1])
-    assert (usable.id if usable else None) == (stored.id if worst <= ACCEPTED_ERROR else None)
-    assert for_four(datetime.now(UTC), gamma_max=5) is None, "longer windows were not measured"
     assert ("failed its check" in doubts(stored, trees=trees)) == (worst > ACCEPTED_ERROR)
     assert prediction_spread(stored, trees=trees) == max(0.01, worst / 2)
 

@@ -25,7 +25,7 @@ from spectune.optimizer.commands.terminal import Terminal
 from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.report.tuning import TuningReport, page
-from spectune.optimizer.report.words import closing, policy_in_words
+from spectune.optimizer.report.words import closing, confirmed_in_words, policy_in_words
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.pair import read_pair
@@ -39,7 +39,7 @@ SHOWN = "</title><script>document.title='no'</script> $x$ [/b][math] \ufffd[31m\
 
 
 def candidate(
-    role: str, policy: Policy, seconds: list[float], ratio: float, *raced: float, left: bool
+    role: str, policy: Policy, seconds: list[float], ratio: float, *raced: float, survived: bool
 ) -> Candidate:
     """One executed on the first requests, of 100 tokens each, and predicted to be twice as fast."""
     executed, predicted = (
@@ -50,23 +50,30 @@ def candidate(
         for kind, speed in (("executed", 1), ("replayed", 2))
     )  # fmt: skip
     over, (low, middle, high) = (ratio,) * 3, raced
-    return Candidate(role, policy, predicted, executed, over, over, (low, middle, high), left)
+    return Candidate(role, policy, predicted, executed, over, over, (low, middle, high), survived)
 
 
 PLAIN = candidate(
-    *("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0), *(0.625, 0.6, 0.65), left=False
+    *("autoregressive", AUTOREGRESSIVE, [1.0, 1.0, 3.0, 3.0], 1.0),
+    *(0.625, 0.6, 0.65),
+    survived=False,
 )
-WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, *(1.0, 1.0, 1.0), left=True)
-SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, *(0.83, 0.8, 0.86), left=False)
+WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, *(1.0, 1.0, 1.0), survived=True)
+SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, *(0.83, 0.8, 0.86), survived=False)
 CONFIRMED = Confirmation(FAST.id, (1.5, 1.25, 2.0), 7, 1)
+
+
+def why(confirmed: Confirmation | None, incumbent: Candidate) -> str:
+    labels = FAST.label(), incumbent.policy.label()
+    return confirmed_in_words(confirmed.to_json(), *labels) if confirmed else "none is faster"
 
 
 def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate, **more: Any) -> Tuned:
     """The results of a tuning that published nothing."""
     return Tuned(
-        winner, incumbent, candidates, "rec-1", "prof-1", "study-1",
-        texts=ComparedTexts(0, 4, "float32"), test_requests=4, search_requests=6, trials=9,
-        published=None, reason="said why", common_factor=0.5, **more,
+        winner, incumbent, candidates, "rec-1", "study-1",
+        texts=ComparedTexts(0, 4, "float32"), search_requests=6, trials=9,
+        reason=why(more.get("confirmed"), incumbent), common_factor=0.5, **more,
     )  # fmt: skip
 
 
@@ -160,7 +167,7 @@ def report(made: Tuned, **more: Any) -> TuningReport:
 
 SLIGHT = results(SLOWER, SLOWER, confirmed=Confirmation(FAST.id, (1.02, 0.97, 1.07), 7, 1))
 LATE = "version 7 came into force meanwhile and was not compared, so it stays"
-AHEAD = replace(SLOWER, raced=(1.01, 0.9, 1.1), left=True)
+AHEAD = replace(SLOWER, raced=(1.01, 0.9, 1.1), survived=True)
 TIED = (WINNER, AHEAD, PLAIN, replace(PLAIN, role="incumbent"))
 SIMPLER = "small fixed(gamma=8) was 1.0% ahead in the race, within noise: of equals the simpler "
 PUBLISHED = {"published": {"version": 3}}
@@ -175,11 +182,11 @@ ACTIVATE = f"policies activate {FAST.id} --pair demo --deployment 'a b'"
     [
         (FASTER, PUBLISHED, DEPLOY, "here, as version 3: small fixed(gamma=4) (small d", RUN),
         (FASTER, {}, DEPLOY, "Nothing was published. Winner here: small", ACTIVATE),
-        (FASTER, {"refused": "no trees"}, DEPLOY, "Nothing was published: no trees. Winner", None),
-        (FASTER, {"superseded_by": 7, "reason": LATE}, DEPLOY, f"published: {LATE}.", None),
+        (FASTER, {"blocked": "no trees"}, DEPLOY, "Nothing was published: no trees. Winner", None),
+        (FASTER, {"blocked": LATE}, DEPLOY, f"published: {LATE}.", None),
         (tuned(WINNER, PLAIN, *TIED, confirmed=CONFIRMED), {}, DEPLOY, SIMPLER, ACTIVATE),
         (results(SLOWER, SLOWER), {}, KEEP, "Nothing changes here: small fixed(gamma=8)", None),
-        (SLIGHT, {}, KEEP, "(99% interval 0.97 to 1.07): the gain is not beyond noise.", None),
+        (SLIGHT, {}, KEEP, "held out to confirm it: the gain is not beyond noise.", None),
         (results(PLAIN, PLAIN), {}, "Decode without a draft: no faster", "Nothing changes", None),
     ],
 )
@@ -190,7 +197,7 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     text = html.unescape(page(stored, gpus=8, price=2.5))
     assert f"<h1>{first}" in text
     assert re.findall("<pre>spectune (.*)</pre>", text) == ([command] if command else [])
-    assert ("<p>Nothing was published: " in text) == bool({"refused", "superseded_by"} & set(more))
+    assert ("<p>Nothing was published: " in text) == ("blocked" in more)
     for saved in (
         "1.74 (99% interval 0.87 to 3.47) GPU hours per million tokens; with 8 busy devices, 64.0",
         "At 2.5 an hour: 4.34 (99% interval 2.17 to 8.68) per million tokens, 160.00 ",
@@ -199,7 +206,7 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     last = closing(
         stored.evidence["tuned"], "here", [("cli.py run --policy active", "decodes with it")]
     )
-    gain = "was 1.50 times as fast as autoregressive (99% interval 1.25 to 2.00)."
+    gain = "was 1.500 times as fast as autoregressive (99% interval 1.250 to 2.000) on 7 requests"
     assert max(map(len, last.splitlines())) < 80
     last = " ".join(last.split())
     assert (gain in last) == (first == DEPLOY)

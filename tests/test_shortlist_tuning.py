@@ -71,7 +71,7 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
     rows = pair.models["near"].output.rows
     width, depth = trees
     options = TuneOptions(
-        DecodeOptions(Sampling(), 24), ("near",), GAMMA, 60, budget_s=1,
+        options=DecodeOptions(Sampling(), 24), gamma_max=GAMMA, trials=120, budget_s=1,
         publish=False, finalists=2, tree_width=width, tree_depth=depth,
     )  # fmt: skip
     with opened(tmp_path / "spectune.db") as store:

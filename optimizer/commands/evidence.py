@@ -22,15 +22,12 @@ def tuning_result(tuned: Tuned) -> Result:
         f"executed on {tuned.test_requests} others; between executions {tuned.texts}",
         prediction_in_words(tuned.prediction),
     ]
-    dropped = {c.policy.id: c for c in tuned.candidates if not c.left}.values()
+    dropped = {c.policy.id: c for c in tuned.candidates if not c.survived}.values()
     if early := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
         lines.append(
             f"dropped early, behind beyond noise: {early}; compare policies by the last column"
         )
     lines += latency_lines(tuned.winner.executed.latency())
-    version = tuned.published and tuned.published.version
-    done = f"published as version {version}" if version else "nothing published"
-    lines.append(f"{tuned.reason}; {done}")
     if far := next(iter(tuned.beyond.get("best", ())), None):
         lines.append(
             f"{tuned.beyond['policies']} policies read distributions that were not recorded and "

@@ -22,11 +22,11 @@ from spectune.optimizer.commands.session import (
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.load_search import Trial
+from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.simulate.load import Objective, Served, objective_of
 from spectune.optimizer.tune_load import (
     LoadSearch,
-    ProveOptions,
     about_bench,
     place_of,
     prove_load,
@@ -106,13 +106,9 @@ def tune_load(s: Tune, talk: Talk) -> Result:
             result = _search_result(search, {"published": None, "reason": why}, talk)
             return replace(result, text=result.text + _next(search.trial.policy, place))
         quiet_transformers(talk)
-        options = ProveOptions(
-            budget_s=s.race.budget,
-            publish=s.publish,
-            tell=talk.tell,
-            progress=talk.progress,
-        )
-        tuned, figures = prove_load(store, with_servers(search, spec, s.threads), place, options)
+        options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
+        servers = with_servers(search, spec, s.threads)
+        tuned, figures = prove_load(store, servers, place, options, progress=talk.progress)
     predicted = _search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
     executed = tuning_result(tuned)
     lines = [predicted.text, executed.text, _concluded(search, tuned, place)]

@@ -67,7 +67,7 @@ def tune(s: Tune, talk: Talk) -> Result:
         pair = load(s, spec, talk)
         info = None
         if workload is not None:
-            workload = fit_to(pair, workload, options.options, s, talk, options.drafts or None)
+            workload = fit_to(pair, workload, options.options, s, talk)
         else:
             info = _recording(store, spec, s, talk)
         if quick:
@@ -130,7 +130,7 @@ def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
     then = ("run --policy active", "decodes with what is published")
     if data["published"]:
         look = ("policies show active", "the published policy, and its evidence")
-    elif winner != data["baselines"]["incumbent"]["id"] and not data["superseded_by"]:
+    elif winner != data["baselines"]["incumbent"]["id"] and not data["blocked"]:
         then = (f"policies activate {winner}", "publishes the winner")
     place = {key: getattr(s, key) for key in ("pair", "deployment") if s.typed(key)}
     at = "".join(f" --{k} {shlex.quote(v)}" for k, v in place.items() if isinstance(v, str))

@@ -7,20 +7,26 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from spectune.optimizer.report.words import EVIDENCE
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.traces.errors import SpectuneError
+from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
 
 
-def evidence_document(
-    tuned: Tuned, rounds: Mapping[str, Any], about: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What is stored, JSON-ready. ``about``: facts for the page's head, ``device`` and
+def put_evidence(
+    store: TraceStore,
+    pair_id: str,
+    tuned: Tuned,
+    rounds: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> None:
+    """Stores the results beside the study. ``about``: facts for the page's head, ``device`` and
     ``deployment`` among them; ``load`` too where it was tuned under one."""
-    return {
+    document = {
         "tuned": tuned.to_json(),
         "categories": {
             c.policy.id: {
@@ -32,6 +38,7 @@ def evidence_document(
         "rounds": dict(rounds),
         "about": dict(about),
     }
+    store.put_artifact(EVIDENCE, document, pair_id=pair_id, provenance={"study": tuned.study})
 
 
 def rounds_of_one(

@@ -19,14 +19,13 @@ from spectune.optimizer.report.words import (
     TREES,
     Json,
     Table,
-    blocked,
     deploys,
     executed_table,
     headline,
     latency_table,
-    outcome,
     policy_in_words,
     prediction_in_words,
+    reasons,
     savings,
     series_of,
     titles_of,
@@ -109,7 +108,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         title=headline(tuned),
         command=command,
         purpose=purpose,
-        lead=[*outcome(tuned), *saved],
+        lead=[*reasons(tuned), *saved],
         facts=facts.items(),
         sections=list(sections(report)),
     )
@@ -133,8 +132,8 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
     )
     if not deploys(tuned):
         return "", ""
-    if reason := blocked(tuned):
-        return "", f"Nothing was published: {reason}."
+    if tuned["blocked"]:
+        return "", f"Nothing was published: {tuned['blocked']}."
     words = ["spectune", "policies", "activate", tuned["winner"]["id"]]
     purpose = "It is not published yet. This puts it in force:"
     if tuned["published"]:

@@ -169,11 +169,6 @@ def executed_table(tuned: Json) -> Table:
     return Table((*columns, "requests", "vs incumbent", "vs leader (95%)"), rows, winner=place)
 
 
-def blocked(tuned: Json) -> str:
-    """Why a winner could not be published; empty where nothing prevents it."""
-    return str(tuned["refused"] or (tuned["reason"] if tuned["superseded_by"] else ""))
-
-
 def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2) -> str:
     """`` (95% interval 1.34 to 1.70)``; empty where an end is not known."""
     low, high = ends
@@ -196,22 +191,23 @@ def headline(tuned: Json) -> str:
     )
 
 
-def outcome(tuned: Json) -> list[str]:
+def confirmed_in_words(confirmed: Json, winner: str, incumbent: str) -> str:
+    """What a confirmation (``confirmed`` of ``tune --json``) showed of two policies, by label."""
+    ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
+    sentence = (
+        f"{winner} was {ratio:.3f} times as fast as {incumbent}{interval(ends, level, 3)} on "
+        f"{confirmed['requests']} {confirmed['unit']} held out to confirm it"
+    )
+    return ": ".join(filter(None, (sentence, confirmed["against"])))
+
+
+def reasons(tuned: Json) -> list[str]:
     """On what the headline rests, a sentence each."""
-    names, winner, confirmed = names_of(tuned), tuned["winner"]["id"], tuned["confirmed"]
-    raced = confirmed["id"] if confirmed else winner
-    sentences = []
-    if confirmed:
-        ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
-        sentence = (
-            f"On {confirmed['requests']} {confirmed['unit']} held out to confirm it, "
-            f"{names[raced]} was "
-            f"{ratio:.2f} times as fast as {names[tuned['baselines']['incumbent']['id']]}"
-            f"{interval(ends, level)}"
-        )
-        sentences.append(f"{sentence}: {why}." if (why := confirmed["against"]) else f"{sentence}.")
+    names = names_of(tuned)
+    raced = (tuned["confirmed"] or tuned["winner"])["id"]
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
+    sentences = [f"{tuned['reason']}."]
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
         ahead = 100 * (in_race[leader] / in_race[raced] - 1)
         sentences.append(
@@ -243,11 +239,11 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
     if published := tuned["published"]:
         first = f"Published {where}, as version {published['version']}: {name}."
     elif deploys(tuned):
-        why = f": {reason}" if (reason := blocked(tuned)) else ""
+        why = f": {tuned['blocked']}" if tuned["blocked"] else ""
         first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
         first = f"Nothing changes {where}: {name}."
-    lines = ["", _filled(" ".join([first, *outcome(tuned)])), ""]
+    lines = ["", _filled(" ".join([first, *reasons(tuned)])), ""]
     for command, purpose in commands:
         lines += [_filled(f"# {purpose}", subsequent_indent="# "), command]
     return "\n".join(lines)

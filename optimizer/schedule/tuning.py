@@ -10,13 +10,13 @@ from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
 from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune import tune, tune_recording
 from spectune.optimizer.tune_load import (
-    ProveOptions,
     latest_traffic,
     place_of,
     prove_load,
@@ -124,10 +124,10 @@ def _tune_engine(
         idempotency_key=job.idempotency_key,
         guard=job.check,
         tell=tell,
-        progress=progress,
     )
     place = place_of(store, info, settings.deployment)
-    return prove_load(store, with_servers(search, spec, settings.threads), place, options)[0]
+    servers = with_servers(search, spec, settings.threads)
+    return prove_load(store, servers, place, options, progress=progress)[0]
 
 
 def _result(
