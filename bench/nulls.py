@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 from lab import chain, demo, requests, run_parts, say
 
-from spectune.optimizer.confirm import RACE_SHARE, Confirmation, confirm, left_s, planned
+from spectune.optimizer.confirm import (
+    RACE_SHARE,
+    Confirmation,
+    Spread,
+    confirm,
+    left_s,
+    planned,
+    spread_of,
+)
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.parts import mixed, split
 from spectune.optimizer.race import PASSES, eliminate, fastest_of
@@ -92,12 +100,14 @@ def decided(
         return None, timings
     both_s = sum(float(np.nanmean(timings.seconds[name])) for name in (winner, names[0]))
     remaining_s = left_s(budget_s, clock() - began)
+    spread = spread_of(timings, winner, names[0]) or Spread()
+    most = planned(len(held), both_s, remaining_s, PASSES)
     confirmed = confirm(
         winner,
         names[0],
         lambda name, n: execute(name, held[n]),
         units=len(held),
-        executions=planned(len(held), both_s, remaining_s, PASSES),
+        executions=spread.enough(len(held), most),
         expected={name: np.asarray(of)[held] for name, of in (predicted or {}).items()},
     )
     return confirmed, timings

@@ -45,32 +45,32 @@ class Share:
 def changes_of(decoded: Sequence[Decoded], before: Plan | None = None) -> list[Change]:
     """Where a run's policy changed, given what was in force before it. A policy that is published
     again is no other."""
-    found = []
-    for done in decoded:
-        for start, plan in done.plans:
+    changes = []
+    for request in decoded:
+        for start, plan in request.plans:
             if before is not None and plan.policy.id != before.policy.id:
-                labels = before.policy.label(), plan.policy.label()
-                found.append(Change(done.trajectory.request_id, start + 1, plan.version, *labels))
+                name, labels = request.trajectory.request_id, (before.policy, plan.policy)
+                changes.append(Change(name, start + 1, plan.version, *(p.label() for p in labels)))
             before = plan
-    return found
+    return changes
 
 
 def shares_of(decoded: Sequence[Decoded]) -> list[Share]:
     """What each policy did, in the order in which they first ran."""
-    found: dict[str, Share] = {}
-    for done in decoded:
-        ends = [start for start, _ in done.plans[1:]] + [len(done.steps)]
-        waited = done.seconds - sum(step.round_s for step in done.steps)
+    shares: dict[str, Share] = {}
+    for request in decoded:
+        ends = [start for start, _ in request.plans[1:]] + [len(request.steps)]
+        waited = request.seconds - sum(step.round_s for step in request.steps)
         seen: set[str] = set()
-        for (start, plan), end in zip(done.plans, ends, strict=True):
-            steps, name = done.steps[start:end], plan.policy.id
+        for (start, plan), end in zip(request.plans, ends, strict=True):
+            steps, name = request.steps[start:end], plan.policy.id
             counts = counts_of(steps, waited + sum(step.round_s for step in steps))
             waited = 0.0
             counts = counts if name not in seen else counts + Counts(requests=-1)
             seen.add(name)
-            share = found.get(name, Share(plan.policy, Counts()))
-            found[name] = Share(plan.policy, share.counts + counts)
-    return list(found.values())
+            before = shares[name].counts if name in shares else Counts()
+            shares[name] = Share(plan.policy, before + counts)
+    return list(shares.values())
 
 
 def label_of(shares: Sequence[Share], changes: Sequence[Change]) -> str:

@@ -72,5 +72,5 @@ def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:
     places: dict[str, list[int]] = {}
     for i in part:
         places.setdefault(categories[i], []).append(i)
-    placed = [((n + 0.5) / len(of), i) for of in places.values() for n, i in enumerate(of)]
+    placed = [((n + 0.5) / len(group), i) for group in places.values() for n, i in enumerate(group)]
     return [i for _, i in sorted(placed)]

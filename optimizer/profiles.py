@@ -122,6 +122,6 @@ def common_factor(timings: Timings) -> float:
         ran = ~np.isnan(seconds).all(1)
         if ran.any():
             executed = np.nanmedian(seconds[ran], axis=1)
-            known = (expected[ran] > 0) & (executed > 0)
-            ratios += (expected[ran][known] / executed[known]).tolist()
+            both = (expected[ran] > 0) & (executed > 0)
+            ratios += (expected[ran][both] / executed[both]).tolist()
     return float(np.median(ratios)) if ratios else 1.0

@@ -87,6 +87,15 @@ def test_executions_are_planned_by_the_time_that_is_left() -> None:
         assert planned(*asked) == executions
 
 
+def test_executions_end_where_requests_differ_more_than_executions_do() -> None:
+    """One pass where an interval would be as wide after eight; all eight where noise decides."""
+    assert Spread(0.2, 0.03).enough(14, 112) == 14
+    assert Spread(0.01, 0.3).enough(14, 112) > 95
+    assert Spread(0.08, 0.15).enough(14, LEAST) == LEAST, "there is no time for more"
+    executions = Spread(0.08, 0.15).enough(14, 112)
+    assert 14 < executions < 112
+
+
 def test_the_chance_of_a_gain_is_as_often_as_it_is_found() -> None:
     """By the noncentral t, beside 4,000 drawn confirmations; that of no gain is the level's."""
     rng, spread = np.random.default_rng(0), Spread(0.04, 0.06)
