@@ -25,10 +25,6 @@ from spectune.settings import Settings
 from spectune.traces.errors import ConfigError, SpectuneError
 from spectune.traces.text import one_line
 
-AGAIN_S = 0.5
-"""Seconds until a Ctrl-C that nobody heard is raised again."""
-
-
 RESUMING = ("record", "tune", "schedule")
 """Commands that go on, typed again, with what an interrupted one has committed."""
 
@@ -40,26 +36,6 @@ class Terminated(KeyboardInterrupt):
 def _terminate(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
     raise Terminated
-
-
-class _Interrupts:
-    """Ctrl-C, raised again until it is heard: inside a callback (a weak reference's, a compiler's)
-    Python drops it, or another error comes of it."""
-
-    seen = False
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        self.seen = True
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-        if number == signal.SIGINT or not self._heard():
-            raise KeyboardInterrupt
-
-    def _heard(self) -> bool:
-        """Whether what is open is being closed because of it."""
-        error = sys.exc_info()[1]
-        while error is not None and not isinstance(error, KeyboardInterrupt):
-            error = error.__context__
-        return error is not None
 
 
 class Door(click.Group):
@@ -83,11 +59,6 @@ class Door(click.Group):
         logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, _terminate) if in_main else None
-        interrupts = _Interrupts()
-        ours = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if ours:
-            signal.signal(signal.SIGINT, interrupts)
-            signal.signal(signal.SIGALRM, interrupts)
         try:
             return super().invoke(ctx)
         except click.exceptions.NoArgsIsHelpError:
@@ -105,9 +76,7 @@ class Door(click.Group):
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
         except click.exceptions.Exit:
             raise
-        except (KeyboardInterrupt, RuntimeError) as stopped:
-            if isinstance(stopped, RuntimeError) and not interrupts.seen:
-                raise
+        except KeyboardInterrupt as stopped:
             resumes = ctx.invoked_subcommand in RESUMING
             then = "goes on from there" if resumes else "begins anew"
             click.echo(
@@ -115,10 +84,6 @@ class Door(click.Group):
             )
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
         finally:
-            if ours:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             if in_main:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 

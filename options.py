@@ -87,7 +87,7 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
     for name, field in model.model_fields.items():
         key, extra = name.rstrip("_"), field.json_schema_extra
         if isinstance(inner := field.annotation, type) and issubclass(inner, Group):
-            shown = extra["options"] if isinstance(extra, dict) else ()
+            shown: Any = extra["options"] if isinstance(extra, dict) else ()
             for inner_name, inner_field in inner.model_fields.items():
                 default = getattr(field.default, inner_name)
                 one = _option(f"{key}.", inner_name, inner_field, default, inner_name not in shown)
@@ -250,6 +250,7 @@ def settings_of(
             source = options[key].keyword if python else options[key].spelled
         raise ConfigError(f"{source}: {_reason(first)}") from None
     settings._sources = sources
+    settings._file = None if config is None else str(config.file)
     return settings
 
 

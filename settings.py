@@ -134,7 +134,7 @@ def setting(
     variable that may say it. A ``hidden`` one has no option and is said by ``--set KEY=VALUE``; an
     ``argument`` is a word without an option's name, and in Python ``positional``, as others may be.
     A trailing underscore of a field's name is no part of its key."""
-    extra = {"option": option, "env": env, "hidden": hidden, "argument": argument}
+    extra: dict[str, Any] = {"option": option, "env": env, "hidden": hidden, "argument": argument}
     extra["positional"] = argument or positional
     return Field(default, description=help, json_schema_extra=extra, **bounds)
 
@@ -243,6 +243,7 @@ class Settings(Group):
 
     example: ClassVar[str] = ""
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _file: str | None = PrivateAttr(default=None)
 
     db: AnyPath = setting("spectune.db", "Database: a file, or postgresql://...", env="SPECTUNE_DB")
 
@@ -250,6 +251,11 @@ class Settings(Group):
     def sources(self) -> Mapping[str, str]:
         """What says the keys that are no defaults: ``typed``, a variable, or a file."""
         return self._sources
+
+    @property
+    def config_file(self) -> str | None:
+        """The file of defaults that was read."""
+        return self._file
 
     def typed(self, *keys: str) -> bool:
         """Whether one of these was typed."""

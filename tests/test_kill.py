@@ -3,18 +3,14 @@ the same command goes on. What one publishes another one follows."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
 from databases import run_sql
 from doors import Door, lines, write_lines, write_workload
 from kill_driver import run_kills
@@ -22,7 +18,6 @@ from synthetic import policy
 from test_hot_reload import fixed, publish, statuses
 from waiting import eventually
 
-from spectune import cli
 from spectune.db import open_database
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.store import TraceStore
@@ -174,34 +169,3 @@ def test_swaps_across_two_processes(
     asked = f"run --workload {swapped} --policy autoregressive --no-store --max-new-tokens 400"
     door.json(*asked.split(), "--outputs", plain, *of_pair)
     assert lines(plain) == [row for row in lines(tmp_path / "texts.jsonl") if row["id"] in amid]
-
-
-@pytest.mark.parametrize("then", ["goes on", "another error"])
-def test_an_interrupt_that_a_callback_swallows_is_heard(
-    then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is raised again, and no more once it is heard: what is open is closed in peace."""
-    monkeypatch.setattr(cli, "AGAIN_S", 0.05)
-    closed = []
-
-    @click.command("works")
-    def works() -> None:
-        try:
-            # As Python does in a weak reference's callback.
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-            if then == "another error":
-                raise RuntimeError("no compiled object yet")
-            time.sleep(30)
-        finally:
-            if then == "goes on":
-                time.sleep(0.3)
-            closed.append(then)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        ended = CliRunner().invoke(cli.Door(commands=[works]), ["works"])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert closed == [then]
-    assert (ended.exit_code, ended.stderr) == (130, ANEW)

@@ -9,7 +9,7 @@ from typing import Any
 from spectune.db.urls import parse_url, shown
 from spectune.engines.abilities import ENGINES
 from spectune.engines.vllm.command import line_of, server_arguments
-from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import Talk, pair_of
 from spectune.settings import Engines
 from spectune.traces.errors import PairError
@@ -33,7 +33,7 @@ def engines(s: Engines, talk: Talk) -> Result:
     ]
     shown_rows = [{**row, "installed": row["installed"] or "no"} for row in rows]
     columns = ("engine", "installed", "tested", "runs", "new_policy")
-    return Result("", {"engines": rows}, rows, [Table(shown_rows, columns, "engines")])
+    return listed("engines", rows, Table(shown_rows, columns, "engines"))
 
 
 def _vllm(s: Engines, talk: Talk) -> Result:

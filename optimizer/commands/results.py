@@ -142,13 +142,10 @@ class Result:
         return f"<p>{escape(self.text)}</p>{table if self.rows else ''}{more}"
 
 
-def listed(
-    key: str, rows: Sequence[Row], columns: Sequence[str] = (), title: str = "", **data: Any
-) -> Result:
-    """A result that is its rows, under ``key`` in JSON."""
-    empty = "" if rows else f"no {key}"
-    tables = [Table(rows, columns, title or key)] if rows else []
-    return Result(empty, {**data, key: rows}, rows, tables)
+def listed(key: str, rows: Sequence[Row], table: Table | None = None, **data: Any) -> Result:
+    """A result that is its rows, under ``key`` in JSON, beside more ``data``."""
+    tables = [table or Table(rows, title=key)] if rows else []
+    return Result("" if rows else f"no {key} stored", {**data, key: rows}, rows, tables)
 
 
 def _html(value: Any) -> str:

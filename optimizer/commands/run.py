@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -59,7 +59,6 @@ from spectune.runtime.decoder import Decoded, drafts_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import Policy
 from spectune.runtime.text_codec import TextCodec
 from spectune.settings import Generate, Run
 from spectune.traces.acceptance import executed_first, hardly_accepted
@@ -85,10 +84,8 @@ def run(s: Run, talk: Talk) -> Result:
 
 @dataclass(frozen=True)
 class Executed:
-    """What was executed of a workload, and on what. It is stored under the policy that made most of
-    its tokens; ``policies``: all others that a round may name. ``engine`` says which another one
-    than the native decoder was, ``latency`` what its users waited for. ``heads``: the hidden states
-    that the heads of a pair read that was decoded here."""
+    """What was executed of a workload, on what ``device`` and in what ``dtype``. ``about``: what
+    else is told of it, of which ``stored`` is kept with the run."""
 
     codec: TextCodec
     workload: Workload
@@ -99,10 +96,8 @@ class Executed:
     device: str
     dtype: str
     changes: Sequence[Change] = ()
-    policies: Iterable[Policy] = ()
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    latency: Mapping[str, Any] | None = None
-    heads: Mapping[str, Any] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
@@ -113,39 +108,32 @@ def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
     # What the target does not hold is refused before anything else is said.
     workload = fit_to(pair, workload, options, s, talk, ())
     profile = store.get_profile(s.profile) if s.profile else None
-
-    def tell_changes(decoded: list[Decoded]) -> None:
-        before = decoded[-2].plans[-1][1] if decoded[1:] else None
-        for change in changes_of(decoded[-1:], before):
-            talk.tell(str(change))
-
-    about = recording_options(pair, options)
     with pair.torch_threads(), _source(store, pair, s, profile, options, talk) as source:
         policy = source.current().policy
         drafts = drafts_of(policy)
         if pair.context(drafts) != pair.context(()):
             workload = fit_to(pair, workload, options, s, talk, drafts)
         encoded = encode(pair, workload, options, drafts)
+        about = recording_options(pair, options)
         recording = record_served(store, pair.id, spec, options, about, [policy])
-        decoded, writer = _gather(
-            "run", execute(pair, source, encoded), len(encoded.items), s, talk, recording,
-            tell_changes,
-        )  # fmt: skip
+        executing = _tell_changes(execute(pair, source, encoded), talk)
+        decoded, writer = _gather("run", executing, len(encoded.items), s, talk, recording)
     shares, changes = shares_of(decoded), changes_of(decoded)
-    policies = {plan.policy.id: plan.policy for done in decoded for _, plan in done.plans}
-    return Executed(
-        pair,
-        workload,
-        decoded,
-        writer,
-        outcome(label_of(shares, changes), decoded),
-        shares,
-        device=pair.device.type,
-        dtype=str(pair.target.dtype).removeprefix("torch."),
-        changes=changes,
-        heads=pair.hidden_states,
-        policies=policies.values(),
-    )
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    total = outcome(label_of(shares, changes), decoded)
+    figures = (total, shares, pair.device.type, dtype, changes)
+    heads = {"heads": pair.hidden_states}
+    return Executed(pair, workload, decoded, writer, *figures, about=heads)
+
+
+def _tell_changes(executing: Iterable[Decoded], talk: Talk) -> Iterator[Decoded]:
+    """Says when the policy changes, as it does."""
+    plan = None
+    for decoded in executing:
+        for change in changes_of([decoded], plan):
+            talk.tell(str(change))
+        plan = decoded.plans[-1][1]
+        yield decoded
 
 
 def _serve(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
@@ -165,19 +153,12 @@ def _serve(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
         executing = execute_on(running, served.prompts, policy, served.load, options)
         answered, writer = _gather("serve", executing, len(served.prompts), s, talk, recording)
     order = {prompt.id: n for n, prompt in enumerate(served.prompts)}
-    answered.sort(key=lambda done: order[done.trajectory.request_id])
-    result = outcome_on(policy.label(), answered)
+    answered.sort(key=lambda answer: order[answer.trajectory.request_id])
+    total = outcome_on(policy.label(), answered)
+    figures = (total, [Share(policy, total.total)], runs_on["device"], runs_on["dtype"])
+    about = {"latency": latency_on(answered), "heads": {}}
     return Executed(
-        served.codec,
-        served.workload,
-        answered,
-        writer,
-        result,
-        [Share(policy, result.total)],
-        device=runs_on["device"],
-        dtype=runs_on["dtype"],
-        engine=engine,
-        latency=latency_on(answered),
+        served.codec, served.workload, answered, writer, *figures, stored=engine, about=about
     )
 
 
@@ -188,20 +169,18 @@ def _gather(
     s: Run,
     talk: Talk,
     recording: AbstractContextManager[TrafficWriter],
-    watch: Callable[[list[T]], None] = lambda done: None,
 ) -> tuple[list[T], TrafficWriter | None]:
     """All that is executed, its texts stored as a recording with ``record``."""
-    done: list[T] = []
+    requests: list[T] = []
     with recording if s.record else nullcontext() as writer:
         if writer is not None:
             talk.tell(f"recording {writer.recording}")
-        for one in executing:
-            done.append(one)
-            watch(done)
+        for request in executing:
+            requests.append(request)
             if writer is not None:
-                writer.put(one.trajectory, one.steps)
-            talk.progress(phase, len(done), count)
-    return done, writer
+                writer.put(request.trajectory, request.steps)
+            talk.progress(phase, len(requests), count)
+    return requests, writer
 
 
 @contextmanager
@@ -237,64 +216,42 @@ def _source(
 def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk) -> Result:
     """Writes ``outputs`` and ``per_round``, and stores the run unless that is not to be."""
     most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
-    changed = changes_json(ran.shares, ran.changes)
-    label = {"label": ran.outcome.policy}
-    data = {**outcome_json(ran.outcome, most), **label, **changed, **ran.engine, "heads": ran.heads}
-    if ran.engine:
-        data["latency"] = ran.latency
-    steps = {d.trajectory.request_id: d.steps for d in ran.requests}
-    rows = []
-    for d in ran.requests:
-        ids = d.trajectory.output_ids.tolist()
-        row = {"id": d.trajectory.request_id, "token_ids": ids, "text": ran.codec.text(ids)}
-        rows.append(row)
-    failed: Exception | None = None  # what it found is printed first
+    stored = {**changes_json(ran.shares, ran.changes), **ran.stored}
+    data = {**outcome_json(ran.outcome, most), "label": ran.outcome.policy, **stored, **ran.about}
+    texts = {}
+    for request in ran.requests:
+        texts[request.trajectory.request_id] = request.trajectory.output_ids.tolist()
+    rows = [{"id": n, "token_ids": ids, "text": ran.codec.text(ids)} for n, ids in texts.items()]
+    failed: Exception | None = None  # the figures are printed first
     try:
         if s.outputs:
             write_rows(s.outputs, rows)
         if s.per_round:
-            write_rows(
-                s.per_round, (r for request, own in steps.items() for r in rounds_of(request, own))
+            steps = ((request.trajectory.request_id, request.steps) for request in ran.requests)
+            write_rows(s.per_round, chain.from_iterable(rounds_of(*one) for one in steps))
+        if ran.writer is not None:
+            ran.writer.check()
+        if s.store:
+            store.put_pair(spec.id, spec.name, spec.to_json())
+            put_policies(store, [most, *(share.policy for share in ran.shares)])
+            store.put_run(
+                spec.id,
+                most.id,
+                ran.outcome,
+                device=ran.device,
+                dtype=ran.dtype,
+                workload_id=store.put_workload(ran.workload),
+                purpose="run",
+                options={"deployment": deployment_for(s, s.engine), **stored},
             )
-    except OutputError as error:
+    except (OutputError, DatabaseError) as error:
         failed = error
-    try:
-        _store(store, spec, s, ran, most, {**changed, **ran.engine})
-    except DatabaseError as error:
-        failed = error
-    for line in hardly_accepted(executed_first(chain(*steps.values())), ran.heads):
+    first = executed_first(step for request in ran.requests for step in request.steps)
+    for line in hardly_accepted(first, ran.about["heads"]):
         talk.tell(line)
-    texts = {row["id"]: row["text"] for row in rows}
-    result = outcome_result(ran.outcome, data, texts=texts, shares=ran.shares, changes=ran.changes)
+    by_id = {row["id"]: row["text"] for row in rows}
+    result = outcome_result(ran.outcome, data, texts=by_id, shares=ran.shares, changes=ran.changes)
     return replace(result, failed=failed)
-
-
-def _store(
-    store: TraceStore,
-    spec: PairSpec,
-    s: Run,
-    ran: Executed,
-    most: Policy,
-    options: Mapping[str, Any],
-) -> None:
-    """Stores the run, unless that is not to be. Raises DatabaseError, also for a recording that
-    lacks what could not be stored meanwhile."""
-    if ran.writer is not None:
-        ran.writer.check()
-    if s.store:
-        deployment = deployment_for(s, s.engine)
-        store.put_pair(spec.id, spec.name, spec.to_json())
-        put_policies(store, (most, *ran.policies))
-        store.put_run(
-            spec.id,
-            most.id,
-            ran.outcome,
-            device=ran.device,
-            dtype=ran.dtype,
-            workload_id=store.put_workload(ran.workload),
-            purpose="run",
-            options={"deployment": deployment, **options},
-        )
 
 
 def generate(s: Generate, talk: Talk) -> Result:

@@ -213,9 +213,7 @@ def _is_database(file: Path) -> bool:
 
 def _inputs(settings: Settings) -> Iterator[str]:
     """Files that a command's settings name."""
-    for source in settings.sources.values():
-        yield from filter(os.path.isfile, (source.rpartition(": ")[0],))
-    for key in ("pair", "policy", "recording", "workload"):
+    for key in ("config_file", "pair", "policy", "recording", "workload"):
         value = getattr(settings, key, None)
         for name in value if isinstance(value, tuple) else (value,):
             if isinstance(name, str) and len(name) < 4096:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-from spectune.db.errors import DatabaseError
 from spectune.optimizer.artifacts import keep_q_table
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result
@@ -30,7 +28,6 @@ from spectune.traces.tables import LatencyProfile, Recording
 
 def simulate(s: Simulate, talk: Talk) -> Result:
     check_writable(s, per_round=s.per_round)
-    failed = None
     with open_store(s) as store:
         info = recording_on(store, s.recording, s.engine)
         device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
@@ -69,15 +66,12 @@ def simulate(s: Simulate, talk: Talk) -> Result:
             data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
         if s.keep_q_table:
             about = {"recording": info.id, "policy": policy.spelled_out()}
-            try:
-                data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
-                talk.tell(f"artifact {data['artifact']}")
-            except DatabaseError as error:  # what it found is printed first
-                failed = error
+            data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
+            talk.tell(f"artifact {data['artifact']}")
     if approximate:
         talk.tell(f"approximate: {approximate}")
         data["approximate"] = True
-    return replace(outcome_result(outcome, data), failed=failed)
+    return outcome_result(outcome, data)
 
 
 def _tell_seconds(info: Recording, profile: LatencyProfile | None, talk: Talk) -> None:

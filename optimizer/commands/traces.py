@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spectune.optimizer.commands.results import Result, Row, Table
+from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import Talk, check_writable, open_store
 from spectune.optimizer.request_text import request_text
 from spectune.settings import (
@@ -25,7 +25,6 @@ OF_REQUEST = (
     "tokens_per_s",
 )
 """Columns of a request that a table shows."""
-NOTHING = "nothing of that is stored"
 
 
 def filter_of(s: Filter) -> TraceFilter:
@@ -45,10 +44,6 @@ def filter_of(s: Filter) -> TraceFilter:
     )
 
 
-def _rows(key: str, rows: list[Row], columns: tuple[str, ...], title: str) -> Result:
-    return Result("" if rows else NOTHING, {key: rows}, rows, [Table(rows, columns, title)])
-
-
 def list_recordings(s: TracesList, talk: Talk) -> Result:
     with open_store(s) as store:
         recordings = query.list_recordings(store, filter_of(s))
@@ -58,9 +53,7 @@ def list_recordings(s: TracesList, talk: Talk) -> Result:
         *("id", "pair_id", "source", "state", "n_requests", "n_output_tokens", "drafts"),
         "created_at",
     )
-    if not rows:
-        return Result(NOTHING, {"recordings": rows})
-    return Result("", {"recordings": rows}, rows, [Table(shown, columns, "recordings")])
+    return listed("recordings", rows, Table(shown, columns, "recordings"))
 
 
 def show(s: TracesShow, talk: Talk) -> Result:
@@ -68,10 +61,10 @@ def show(s: TracesShow, talk: Talk) -> Result:
         if s.request is not None and s.recording != "all":
             return _request(store, s.recording, s.request)
         info = None if s.recording == "all" else store.get_recording(s.recording)
-        found = query.requests(store, filter_of(s), sort=s.sort, limit=s.rows + 1)
-    if len(found) > s.rows and not s.typed("rows"):
+        requests = query.requests(store, filter_of(s), sort=s.sort, limit=s.rows + 1)
+    if len(requests) > s.rows and not s.typed("rows"):
         talk.tell(f"the first {s.rows}; --rows says how many, and `traces export` writes all")
-    rows = [plain(row) for row in found[: s.rows]]
+    rows = [plain(row) for row in requests[: s.rows]]
     acceptance = "draft_acceptance" if s.draft else "acceptance"
     columns = tuple(acceptance if c == "acceptance" else c for c in OF_REQUEST)
     if info is None:
@@ -79,8 +72,7 @@ def show(s: TracesShow, talk: Talk) -> Result:
     else:
         title = f"recording {info.id}: {info.state}; panoramas of {info.shown() or 'nothing'}"
         data = info.to_json()
-    tables = [Table(rows, columns, title)] if rows else []
-    return Result("" if rows else NOTHING, {**data, "requests": rows}, rows, tables)
+    return listed("requests", rows, Table(rows, columns, title), **data)
 
 
 def _request(store: TraceStore, recording: str, request: str) -> Result:
@@ -109,8 +101,7 @@ def stats(s: TracesStats, talk: Talk) -> Result:
         for row in rows
     ]
     by = [k for k in (rows[0] if rows else ()) if k in (*query.GROUPS.values(), "policy")]
-    tables = [Table(shown, (*by, *columns), "stats")] if rows else []
-    return Result("" if rows else NOTHING, {"stats": rows}, rows, tables)
+    return listed("stats", rows, Table(shown, (*by, *columns), "stats"))
 
 
 def export(s: TracesExport, talk: Talk) -> Result:
