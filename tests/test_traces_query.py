@@ -410,8 +410,8 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     assert "not decoded: " in shown
     assert shown.count(OTHER) == 8, "a line for each round"
     assert door.json("traces show all --policy autoregressive")["requests"]
-    assert "nothing is published" in door.call("policies list").stdout
-    assert "nothing is published" in door.call("policies list --in-force").stdout
+    assert "no publications stored" in door.call("policies list").stdout
+    assert "no publications stored" in door.call("policies list --in-force").stdout
     with opened(str(door.db)) as store:
         decoded(store, {POLICY_ID: 0.1}, n=90)
     many = door.call("traces show all --json")

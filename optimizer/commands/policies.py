@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from spectune.engines.export import engine_line, engine_settings
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import (
     Talk,
     device_of,
@@ -57,24 +57,36 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
             {"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()}
             for p in store.list_policies()
         ]
-    rows, shown = [], []
-    for p, answers in publications:
-        row = _row(p, names)
-        end = until[p.version]
-        row |= {"active": end is None, "until": end and end.isoformat()}
-        row |= {"actor": p.actor, "reason": p.reason, "servers": _servers(answers)}
-        row["applied"] = sum(a.status == "applied" for a in answers)
-        row["refused"] = [f"{a.node}: {a.reason}" for a in answers if a.status == "refused"]
-        rows.append(row)
-        shown.append({**row, "servers": answers_in_words(answers)})
+    rows = [
+        {
+            "version": p.version,
+            "deployment": p.deployment,
+            "pair": names.get(p.pair_id, ""),
+            "pair_id": p.pair_id,
+            "device": p.device,
+            "policy": p.policy_id,
+            "label": p.label,
+            "sampling": p.sampling,
+            "temperature": p.sampling.get("temperature") if p.sampling else None,
+            "created_at": p.created_at.isoformat(),
+            "active": until[p.version] is None,
+            "until": (end := until[p.version]) and end.isoformat(),
+            "actor": p.actor,
+            "reason": p.reason,
+            "servers": _servers(answers),
+            "applied": sum(a.status == "applied" for a in answers),
+            "refused": [f"{a.node}: {a.reason}" for a in answers if a.status == "refused"],
+        }
+        for p, answers in publications
+    ]
+    texts = (answers_in_words(answers) for _, answers in publications)
+    shown = [{**row, "servers": text} for row, text in zip(rows, texts, strict=True)]
     where = ("deployment",) if spec else ("deployment", "pair", "pair_id", "device")
     ends = ("servers",) if s.in_force else ("active", "until", "actor", "servers", "reason")
     columns = ("version", *where, "policy", "label", "temperature", "created_at", *ends)
-    data = {"pair": pair_id, "device": device, "publications": rows, "policies": policies}
     title = f"publications for pair {spec.id} on {device}" if spec else "publications"
-    if not rows:
-        return Result("nothing is published", data)
-    return Result("", data, rows, [Table(shown, columns, title)])
+    about: dict[str, Any] = {"pair": pair_id, "device": device, "policies": policies}
+    return listed("publications", rows, Table(shown, columns, title), **about)
 
 
 def _servers(answers: Iterable[Acknowledgement]) -> list[dict[str, Any]]:
@@ -85,27 +97,14 @@ def _servers(answers: Iterable[Acknowledgement]) -> list[dict[str, Any]]:
     ]
 
 
-def _row(publication: Publication, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """A publication in a list; ``pairs`` are names by id."""
-    sampling = publication.sampling
-    return {
-        "version": publication.version,
-        "deployment": publication.deployment,
-        "pair": pairs.get(publication.pair_id, ""),
-        "pair_id": publication.pair_id,
-        "device": publication.device,
-        "policy": publication.policy_id,
-        "label": publication.label,
-        "sampling": sampling,
-        "temperature": sampling.get("temperature") if sampling else None,
-        "created_at": publication.created_at.isoformat(),
-    }
-
-
 def show(s: PoliciesShow, talk: Talk) -> Result:
     if s.other is not None:
-        return _differences(s, s.policy, s.other, talk)
-    anywhere = s.policy != "active" and not (s.typed("pair") or s.pair)
+        one, other = _policies(s, talk, s.policy, s.other)
+        rows = differences(one, other)
+        sides = {"left": one.id, "right": other.id, "differences": rows}
+        table = Table(rows, ("key", "left", "right"), f"{one.id} and {other.id}")
+        return Result("" if rows else "no difference", sides, rows, [table] if rows else [])
+    anywhere = s.policy != "active" and not s.pair
     pair_id, device = ("", "") if anywhere else (pair_of(s).id, device_of(s.device))
     with _lookup(s, s.policy) as store:
         policy = policy_named(store, s.policy, pair_id, device, s.deployment, talk)
@@ -135,14 +134,6 @@ def _policies(s: Placed, talk: Talk, *names: str) -> list[Policy]:
     with _lookup(s, *names) as store:
         where = spec.id, device_of(s.device), s.deployment
         return [policy_named(store, name, *where, talk) for name in names]
-
-
-def _differences(s: PoliciesShow, left: str, right: str, talk: Talk) -> Result:
-    one, other = _policies(s, talk, left, right)
-    rows = differences(one, other)
-    data = {"left": one.id, "right": other.id, "differences": rows}
-    table = Table(rows, ("key", "left", "right"), f"{one.id} and {other.id}")
-    return Result("" if rows else "no difference", data, rows, [table] if rows else [])
 
 
 def activate(s: PoliciesActivate, talk: Talk) -> Result:

@@ -146,15 +146,15 @@ def _on_engine(s: Profile, talk: Talk) -> Result:
         "drafts": drafts,
     }
     without = [row["0"] for row in drafts.get("", {"step_ms": []})["step_ms"]]
+    cached = f"({design.context:.0f} tokens cached a request)"
     tables = []
-    for draft, of in drafts.items():
-        if draft:
-            rows = [dict(row) for row in of["step_ms"]]
-            for row, ms in zip(rows, without, strict=False):
-                row["no draft"] = ms
-            cached = f"({design.context:.0f} tokens cached a request)"
-            title = f"ms of a step of {s.engine} by draft tokens of {draft} {cached}"
-            tables.append(Table(rows, title=title))
+    for draft in filter(None, drafts):
+        steps = drafts[draft]["step_ms"]
+        rows = steps
+        if without:
+            rows = [{**row, "no draft": ms} for row, ms in zip(steps, without, strict=True)]
+        title = f"ms of a step of {s.engine} by draft tokens of {draft} {cached}"
+        tables.append(Table(rows, title=title))
     text = (
         f"fitted to {check['steps']} served steps: {100 * check['median_error']:.1f}% off in the "
         f"median, {100 * check['p90_error']:.1f}% for nine of ten, "
