@@ -1,0 +1,484 @@
+"""vLLM's scheduler, which also notes each round in files and drafts by a table from a file.
+
+One file of the standard library: copied beside vLLM it is `--scheduler-cls agent.Scheduler`. The
+environment names the folder (``SPECTUNE_FOLDER``) and whose tokens are noted (``SPECTUNE_TEXTS``:
+``all``, ``none`` or a share of requests). Until a table is published vLLM's behaviour is its own,
+and whatever of ours fails, vLLM goes on as without us, and its log and ``status.json`` say so once.
+
+The methods of :class:`Agent` that are named ``on_`` run in vLLM's thread and touch no file; a
+thread of its own reads ``policy.json`` and writes ``rounds-*.jsonl`` and ``status.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from typing import Any, NamedTuple
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+LOG = logging.getLogger("vllm.spectune")
+VERSIONS = ("0.32",)  # run in a capture; others check themselves first (compat.toml)
+SELF_CHECK_ROUNDS = 256
+POLL_S, RETRY_S, STATUS_S, PAUSE_S = 0.25, 1.0, 1.0, 0.0005
+FILE_BYTES, MAX_FILES = 8 << 20, 64
+MAX_WAITING = 256  # finished requests that wait for the disk; more are dropped and counted
+MAX_IN_FLIGHT = 64  # scheduled steps whose results are waited for
+
+
+class Table(NamedTuple):
+    """Draft tokens by batch size from a context length on (the mean of the running requests'),
+    longest first; None: vLLM's own choice."""
+
+    version: int
+    policy: str
+    lookups: list[tuple[int, list[int] | None]]
+    texts: Any
+
+
+class Decoding:
+    """A request while it is decoded: its rounds, and seconds that yielded no token yet."""
+
+    __slots__ = ("num_tokens", "request", "rounds", "unspent_s")
+
+    def __init__(self, request: Any) -> None:
+        self.request, self.num_tokens, self.unspent_s = request, 0, 0.0
+        self.rounds: list[tuple[Any, ...]] = []
+
+
+class Agent:
+    """Notes what a scheduler decodes and sets its table; off until its thread has looked at it."""
+
+    def __init__(self, scheduler: Any, folder: str) -> None:
+        self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
+        self.texts = os.environ.get("SPECTUNE_TEXTS", "all")
+        self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)], None)
+        self.own, self.lookup = self.table, scheduler.dynamic_sd_lookup
+        self.active, self.refusal, self.unchecked = False, "", 0
+        self.decoding: dict[str, Decoding] = {}
+        self.scheduled: dict[int, tuple[float, int]] = {}
+        self.began_s, self.updated_s, self.num_sampled = 0.0, 0.0, list[int]()
+        self.noted, self.dropped = 0, 0
+        self.waiting: deque[Decoding] = deque()
+        self.engine: dict[str, Any] = {}
+        self.since, self.refused, self.fault, self.said = time.time(), None, "", set[str]()
+        self.seen: Any = None
+        self.file: Any = None
+        self.path, self.number, self.files = "", 0, dict[str, int]()
+        self.retry_at, self.status_at, self.status = 0.0, 0.0, dict[str, Any]()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.run, name="spectune", daemon=True)
+        self.thread.start()
+
+    # In vLLM's thread
+
+    def on_schedule(self) -> None:
+        table, scheduler = self.table, self.scheduler
+        if self.active and (table is not self.applied or len(table.lookups) > 1):
+            running = scheduler.running
+            context = sum(r.num_computed_tokens for r in running) / max(1, len(running))
+            lookup = next(found for least, found in table.lookups if context >= least)
+            if lookup is not self.lookup:
+                scheduler.dynamic_sd_lookup = self.lookup = lookup
+            self.applied = table
+        self.began_s = time.perf_counter()
+
+    def on_scheduled(self, output: Any) -> None:
+        batch, requests = len(output.num_scheduled_tokens), self.scheduler.requests
+        if self.applied.version and self.lookup is not None and batch:
+            drafts, told = output.num_spec_tokens_to_schedule, self.lookup[batch]
+            if drafts != told:
+                raise RuntimeError(f"vLLM drafts {drafts} tokens where its table says {told}")
+        self.scheduled[id(output)] = self.began_s, self.applied.version
+        if len(self.scheduled) > MAX_IN_FLIGHT:
+            del self.scheduled[next(iter(self.scheduled))]
+        for new in output.scheduled_new_reqs:
+            if self.active and is_noted(requests[new.req_id]):
+                self.decoding[new.req_id] = Decoding(requests[new.req_id])
+        if len(self.decoding) > 2 * len(requests) + 64:  # such as ended where we do not look
+            self.decoding = {n: d for n, d in self.decoding.items() if n in requests}
+
+    def on_output(self, result: Any) -> None:
+        self.num_sampled = [len(tokens) for tokens in result.sampled_token_ids]  # vLLM cuts them
+
+    def on_updated(self, output: Any, result: Any) -> None:
+        now_s, ended = time.perf_counter(), time.time()
+        began_s, version = self.scheduled.pop(id(output), (now_s, 0))
+        seconds, self.updated_s = now_s - max(began_s, self.updated_s), now_s
+        names, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        invalid = output.num_invalid_spec_tokens or {}
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for name in names:
+            text = self.decoding.get(name)
+            if text is None:
+                continue
+            text.unspent_s += seconds
+            request, start = text.request, text.num_tokens
+            emitted = request.num_output_tokens - start
+            if emitted <= 0:
+                continue
+            accepted, drafted = self.num_sampled[result.req_id_to_index[name]] - 1, 0
+            if start and name in drafts and name not in resumed:  # else vLLM's padding
+                drafted = len(drafts[name]) - invalid.get(name, 0)
+            ends = request.is_finished()
+            if accepted > drafted or (emitted != accepted + 1 and not ends):
+                self.on_odd_round(name, (start, drafted, accepted, emitted))
+                continue
+            self.unchecked -= self.unchecked > 0
+            text.rounds.append(
+                (start, drafted, accepted, emitted, version, text.unspent_s, len(names), ended)
+            )
+            text.num_tokens, text.unspent_s = start + emitted, 0.0
+            if ends:
+                self.on_finished([request])
+
+    def on_odd_round(self, name: str, counts: tuple[int, ...]) -> None:
+        if self.unchecked:
+            raise RuntimeError(f"its self-check fails: start, drafted, accepted, emitted {counts}")
+        del self.decoding[name]
+        self.dropped += 1
+
+    def on_finished(self, requests: Any) -> None:
+        """Hands on what ended; what vLLM aborted before its first token is no round."""
+        for request in requests:
+            text = self.decoding.pop(request.request_id, None)
+            if text is None or not text.rounds or self.unchecked:
+                continue
+            if len(self.waiting) >= MAX_WAITING:
+                self.dropped += 1
+            else:
+                self.waiting.append(text)
+
+    def on_fault(self, error: Exception) -> None:
+        """Ends all that we do: vLLM's own table is in force again, and nothing is noted."""
+        self.active = False
+        if self.lookup is not self.own.lookups[0][1]:
+            self.scheduler.dynamic_sd_lookup = self.own.lookups[0][1]
+        self.table = self.applied = self.own
+        self.decoding.clear()
+        self.refusal = self.fault = f"off, and vLLM goes on as without spectune: {error!r}"[:500]
+
+    # In a thread of its own
+
+    def run(self) -> None:
+        try:
+            self.engine, self.refusal = description(self.scheduler), refusal(self.scheduler)
+            listed = any(vllm.__version__.startswith(f"{version}.") for version in VERSIONS)
+            self.unchecked = 0 if listed else SELF_CHECK_ROUNDS
+            self.active = not self.refusal
+        except Exception as error:
+            self.refusal = self.fault = f"off, vLLM {vllm.__version__} is not known: {error!r}"
+        while not self.stop.wait(POLL_S):
+            self.turn()
+        self.turn()
+
+    def turn(self) -> None:
+        """One look at the policy, the requests that ended and the status."""
+        for part in (self.read_policy, self.write_rounds, self.write_status):
+            try:
+                part()
+            except Exception as error:
+                self.fault = f"{part.__name__}: {error!r}"[:500]
+        for line in (self.refusal, self.fault, self.refused and self.refused["reason"]):
+            if line and line not in self.said and len(self.said) < 100:
+                self.said.add(line)
+                LOG.warning("spectune: %s", line)
+
+    def read_policy(self) -> None:
+        """Puts in force what ``policy.json`` says; what it says wrongly leaves the last table."""
+        path = os.path.join(self.folder, "policy.json")
+        try:
+            stat = os.stat(path)
+            seen: Any = stat.st_mtime_ns, stat.st_size, stat.st_ino, self.refusal, self.unchecked
+        except FileNotFoundError:
+            seen = None
+        if seen == self.seen:
+            return
+        refused, table = None, self.own
+        if seen is not None:
+            document: Any = None
+            try:
+                with open(path, "rb") as file:
+                    document = json.load(file)
+                table = self.table_of(document)
+            except Exception as error:  # of any shape, or half-written
+                version = document.get("version") if isinstance(document, dict) else None
+                refused, table = {"version": version, "reason": f"policy.json: {error}"}, self.table
+        if table is not self.table:
+            self.since = time.time()
+        self.table, self.refused, self.seen = table, refused, seen
+
+    def table_of(self, document: Any) -> Table:
+        """Raises ValueError for what is no policy, or none for this server."""
+        version = document["version"]
+        if type(version) is not int or document["format"] != 1:
+            raise ValueError("its format is not 1, or its version no whole number")
+        if not version:
+            return self.own
+        if self.refusal or self.unchecked:
+            raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
+        texts = document.get("texts")
+        if texts not in (None, "all", "none"):
+            texts = float(texts)
+        by_context = {"0": document["gammas"], **document.get("contexts", {})}
+        lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
+        lookups.sort(key=lambda pair: -pair[0])
+        return Table(version, str(document["policy"]), lookups, texts)
+
+    def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
+        scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
+        sizes = {int(size): tokens for size, tokens in gammas.items()}
+        for tokens in sizes.values():
+            if type(tokens) is not int or not 0 <= tokens <= limit:
+                raise ValueError(f"this server drafts 0 to {limit} tokens, not {tokens!r}")
+        found, tokens = [0], sizes[1]
+        for size in range(1, scheduler.scheduler_config.max_num_seqs + 1):
+            tokens = sizes.get(size, tokens)
+            found.append(tokens)
+        own = self.own.lookups[0][1]
+        return own if own is None and set(found[1:]) == {limit} else found  # vLLM's padding stays
+
+    def write_rounds(self) -> None:
+        """Appends a line for each request that ended. What cannot be written waits."""
+        while self.waiting and time.monotonic() >= self.retry_at:
+            try:
+                line = line_of(self.waiting[0], self.applied.texts or self.texts)
+            except Exception:
+                self.waiting.popleft()
+                self.dropped += 1
+                raise
+            try:
+                self.append(line)
+            except OSError:
+                self.retry_at = time.monotonic() + RETRY_S
+                raise
+            self.waiting.popleft()
+            self.noted += 1
+            time.sleep(PAUSE_S)  # vLLM's thread goes first
+        if self.active and not self.waiting:
+            self.fault = ""
+
+    def append(self, line: bytes) -> None:
+        if self.file is None or self.file.tell() >= FILE_BYTES or not os.path.exists(self.path):
+            self.rotate()
+        size = self.file.tell()
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(f"no space for {self.path}")
+        except OSError:
+            file, self.file = self.file, None
+            file.truncate(size)
+            file.close()
+            raise
+        self.files[self.path] += 1
+
+    def rotate(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        name = f"rounds-{self.boot}-{self.number + 1:06d}.jsonl"
+        self.path = os.path.join(self.folder, name)
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self.number, self.files[self.path], self.status = self.number + 1, 0, {}
+        while len(self.files) > MAX_FILES:
+            oldest = next(iter(self.files))
+            lines = self.files.pop(oldest)
+            if os.path.exists(oldest):  # nobody has brought it in
+                os.unlink(oldest)
+                self.dropped += lines
+
+    def write_status(self) -> None:
+        """Writes ``status.json`` where it changed, of counts alone at most once a second."""
+        refused = {"version": 0, "reason": self.refusal} if self.refusal else None
+        in_force = {"version": self.table.version, "policy": self.table.policy}
+        document = {
+            "format": 1, "boot": self.boot, "pid": os.getpid(), "engine": self.engine,
+            "in_force": {**in_force, "since": self.since}, "refused": self.refused or refused,
+            "fault": self.fault or None, "noted": self.noted, "dropped": self.dropped,
+        }  # fmt: skip
+        now = time.time()
+        before = {**self.status, "noted": self.noted, "dropped": self.dropped}
+        if document == self.status or (document == before and now < self.status_at + STATUS_S):
+            return
+        path = os.path.join(self.folder, "status.json")
+        with open(f"{path}.tmp", "w") as file:
+            json.dump({**document, "at": now}, file)
+        os.replace(f"{path}.tmp", path)
+        self.status, self.status_at = document, now
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(1.0)
+
+
+def is_noted(request: Any) -> bool:
+    """Whether a request is text alone, of the served model, and was not opted out."""
+    params = request.sampling_params
+    if params is None or not request.prompt_token_ids or request.lora_request is not None:
+        return False
+    out = (params.extra_args or {}).get("spectune") == "off"
+    return not (out or request.mm_features or request.resumable)
+
+
+def line_of(text: Decoding, texts: Any) -> bytes:
+    """A request as a line of JSON. ``texts``: ``all``, ``none`` or the share with tokens."""
+    request, params = text.request, text.request.sampling_params
+    name, label = request.request_id, (params.extra_args or {}).get("spectune_label")
+    share = {"all": 1.0, "none": 0.0}.get(texts, texts)
+    ids = zlib.crc32(name.encode()) / 2**32 < float(share)
+    stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    finish = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_STOPPED": "stop"}.get(
+        request.status.name, "stop" if stop else "abort"  # vLLM aborts at a stop string
+    )  # fmt: skip
+    if finish == "stop" and request.status.name == "FINISHED_STOPPED" and not request.stop_reason:
+        finish = "eos"
+    line = {
+        "id": name, "arrived": request.arrival_time, "ended": text.rounds[-1][-1],
+        "temperature": params.temperature, "top_k": max(0, params.top_k), "top_p": params.top_p,
+        "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop if ids else [],
+        "finish": finish, "label": label if label is None else str(label)[:200],
+        "rounds": [(*r[:5], round(r[5], 7), *r[6:]) for r in text.rounds],
+    }  # fmt: skip
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if not ids:
+        lengths = {"n_prompt": len(prompt), "n_output": len(output)}
+        return json.dumps({**line, "prompt": None, "output": None, **lengths}).encode() + b"\n"
+    tokens = f'{{"prompt":[{joined(prompt)}],"output":[{joined(output)}],'
+    return (tokens + json.dumps(line)[1:] + "\n").encode()
+
+
+def joined(tokens: Any) -> str:
+    """Token ids with commas between; a long prompt is joined in parts, between which vLLM runs."""
+    parts = []
+    for begin in range(0, len(tokens), 4096):
+        parts.append(",".join(map(str, tokens[begin : begin + 4096])))
+        time.sleep(PAUSE_S)
+    return ",".join(parts)
+
+
+def refusal(scheduler: Any) -> str:
+    """Why nothing is noted or followed in this server; empty where it is."""
+    config = scheduler.vllm_config
+    parallel, speculative = config.parallel_config, config.speculative_config
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name) > 1:
+            return f"{name} {getattr(parallel, name)}: only 1 is followed"
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification chooses how many tokens are verified"
+    seats, lookup = scheduler.scheduler_config.max_num_seqs, scheduler.dynamic_sd_lookup
+    flat = isinstance(lookup, list) and all(type(tokens) is int for tokens in lookup)
+    if lookup is not None and not (flat and len(lookup) == seats + 1):
+        return f"dynamic_sd_lookup of vLLM {vllm.__version__} has an unknown shape"
+    return ""
+
+
+def description(scheduler: Any) -> dict[str, Any]:
+    """What ``status.json`` says of the engine."""
+    config = scheduler.vllm_config
+    draft, cache, method = config.speculative_config, config.cache_config, None
+    if draft is not None:
+        method = draft.method
+    ngram = str(method).startswith("ngram")
+    sampled = getattr(draft, "draft_sample_method", "greedy") != "greedy"
+    return {
+        "engine": "vllm",
+        "engine_version": vllm.__version__,
+        "device": str(config.device_config.device_type),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "method": method,
+        "model": config.model_config.model,
+        "draft_model": None if draft is None or ngram else draft.model,
+        "prompt_lookup": [draft.prompt_lookup_min, draft.prompt_lookup_max] if ngram else None,
+        "num_speculative_tokens": scheduler.num_spec_tokens,
+        "above_zero": "rejection" if sampled else "greedy",
+        "serving": {
+            "max_num_seqs": scheduler.scheduler_config.max_num_seqs,
+            "max_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
+            "draft_slots": 0 if draft is None else draft.max_num_new_slots_for_drafting,
+            "max_len": config.model_config.max_model_len,
+            "cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "ahead": config.max_concurrent_batches - 1,
+        },
+    }
+
+
+def start(scheduler: Any) -> Agent | None:
+    """The agent of a scheduler; None where it has no folder, or does not start."""
+    folder = os.environ.get("SPECTUNE_FOLDER")
+    try:
+        if folder:
+            return Agent(scheduler, folder)
+        LOG.warning("spectune is off: SPECTUNE_FOLDER is not set")
+    except Exception as error:
+        LOG.warning("spectune is off, and vLLM goes on without it: %r", error)
+    return None
+
+
+def run(scheduler: Scheduler, hook: str, *args: Any) -> None:
+    """Calls a method of the agent, and ends all that we do where it fails."""
+    agent = scheduler._spectune
+    if agent is not None:
+        try:
+            getattr(agent, hook)(*args)
+        except Exception as error:
+            scheduler._spectune = None
+            agent.on_fault(error)
+            LOG.warning("spectune is off, and vLLM goes on without it: %r", error)
+
+
+class Scheduler(AsyncScheduler):
+    """vLLM's own scheduler: each method is vLLM's, with ours in a guard before or after it."""
+
+    _spectune: Agent | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        try:
+            self._spectune = start(self)
+        except Exception:
+            pass
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            run(self, "on_schedule")
+        except Exception:
+            pass
+        output = super().schedule(*args, **kwargs)
+        try:
+            run(self, "on_scheduled", output)
+        except Exception:
+            pass
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        try:
+            run(self, "on_output", model_runner_output)
+        except Exception:
+            pass
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        try:
+            run(self, "on_updated", scheduler_output, model_runner_output)
+        except Exception:
+            pass
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        ended = super().finish_requests(*args, **kwargs)
+        try:
+            run(self, "on_finished", ended)
+        except Exception:
+            pass
+        return ended
+
+    def shutdown(self) -> None:
+        try:
+            run(self, "close")
+        except Exception:
+            pass
+        super().shutdown()
