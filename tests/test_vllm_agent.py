@@ -201,7 +201,9 @@ def wait_for(folder: Path, version: int) -> None:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("rounds-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    texts = [file.read_text().splitlines() for file in files]
+    assert all("engine" in json.loads(line) for text in texts for line in text[:1])
+    return [json.loads(line) for text in texts for line in text[1:]]
 
 
 def test_until_something_is_published_every_decision_is_vllms(start: Start, folder: Path) -> None:
@@ -251,6 +253,12 @@ def test_texts_are_noted_of_the_share_that_is_set(start: Start, folder: Path) ->
     serve(scheduler, 40)
     eventually(lambda: len(lines(folder)) == 42)
     assert 10 < sum(line["prompt"] is not None for line in lines(folder)) < 30
+    publish(folder, 0, {}, texts=0)
+    wait_for(folder, 0)
+    serve(scheduler, 8)
+    eventually(lambda: len(lines(folder)) == 50)
+    assert all(line["prompt"] is None for line in lines(folder)[42:])
+    assert scheduler.dynamic_sd_lookup is None
 
 
 def test_a_policy_comes_into_force_and_goes(start: Start, folder: Path) -> None:
@@ -474,6 +482,24 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
     """A line without what differs from run to run."""
     name, rounds = line["id"].partition("-")[0], [[*r[:5], r[6]] for r in line["rounds"]]
     return {**line, "id": name, "arrived": 0, "ended": 0, "rounds": rounds}
+
+
+def test_a_fault_in_a_step_ends_the_agent_and_is_told_once(
+    start: Start, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = start([0, 3, 3, 1, 1])
+    publish(folder, 1, {"1": 5})
+    wait_for(folder, 1)
+    scheduler.add("r0")
+    scheduler.schedule()
+    scheduler.finish_requests(["r0"])
+    assert scheduler.dynamic_sd_lookup == [0, 5, 5, 5, 5]
+    scheduler._spectune.decoding = None
+    assert serve(scheduler, 5) == serve(Core(config_of(), [0, 3, 3, 1, 1]), 5)
+    assert scheduler.dynamic_sd_lookup == [0, 3, 3, 1, 1]
+    eventually(lambda: "goes on without it" in str(status(folder)["fault"]))
+    wait_for(folder, 0)
+    assert [record.getMessage()[:13] for record in caplog.records] == ["spectune: off"]
 
 
 class Marks(ast.NodeTransformer):

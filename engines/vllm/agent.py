@@ -67,7 +67,8 @@ class Agent:
         self.noted, self.dropped = 0, 0
         self.waiting: deque[Decoding] = deque()
         self.engine: dict[str, Any] = {}
-        self.since, self.refused, self.fault, self.said = time.time(), None, "", set[str]()
+        self.since, self.fault, self.said = time.time(), "", set[str]()
+        self.refused: dict[str, Any] | None = None
         self.seen: Any = None
         self.file: Any = None
         self.path, self.number, self.files = "", 0, dict[str, int]()
@@ -161,8 +162,10 @@ class Agent:
         if self.lookup is not self.own.lookups[0][1]:
             self.scheduler.dynamic_sd_lookup = self.own.lookups[0][1]
         self.table = self.applied = self.own
-        self.decoding.clear()
-        self.refusal = self.fault = f"off, and vLLM goes on as without spectune: {error!r}"[:500]
+        self.decoding = {}
+        self.refusal = self.fault = f"off, and vLLM goes on without it: {error!r}"[:500]
+        self.said.add(self.fault)
+        LOG.warning("spectune: %s", self.fault)
 
     # In a thread of its own
 
@@ -185,7 +188,8 @@ class Agent:
                 part()
             except Exception as error:
                 self.fault = f"{part.__name__}: {error!r}"[:500]
-        for line in (self.refusal, self.fault, self.refused and self.refused["reason"]):
+        refused = "" if self.refusal or self.refused is None else self.refused["reason"]
+        for line in (self.refusal or self.fault, refused):
             if line and line not in self.said and len(self.said) < 100:
                 self.said.add(line)
                 LOG.warning("spectune: %s", line)
@@ -219,13 +223,13 @@ class Agent:
         version = document["version"]
         if type(version) is not int or document["format"] != 1:
             raise ValueError("its format is not 1, or its version no whole number")
-        if not version:
-            return self.own
-        if self.refusal or self.unchecked:
-            raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
         texts = document.get("texts")
         if texts not in (None, "all", "none"):
             texts = float(texts)
+        if not version:
+            return self.own._replace(texts=texts)
+        if self.refusal or self.unchecked:
+            raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
         by_context = {"0": document["gammas"], **document.get("contexts", {})}
         lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
         lookups.sort(key=lambda pair: -pair[0])
@@ -248,7 +252,8 @@ class Agent:
         """Appends a line for each request that ended. What cannot be written waits."""
         while self.waiting and time.monotonic() >= self.retry_at:
             try:
-                line = line_of(self.waiting[0], self.applied.texts or self.texts)
+                texts = self.texts if self.table.texts is None else self.table.texts
+                line = line_of(self.waiting[0], texts)
             except Exception:
                 self.waiting.popleft()
                 self.dropped += 1
@@ -286,6 +291,7 @@ class Agent:
         self.path = os.path.join(self.folder, name)
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self.number, self.files[self.path], self.status = self.number + 1, 0, {}
+        self.file.write(json.dumps({"engine": self.engine}).encode() + b"\n")
         while len(self.files) > MAX_FILES:
             oldest = next(iter(self.files))
             lines = self.files.pop(oldest)
@@ -414,9 +420,9 @@ def start(scheduler: Any) -> Agent | None:
     try:
         if folder:
             return Agent(scheduler, folder)
-        LOG.warning("spectune is off: SPECTUNE_FOLDER is not set")
+        LOG.warning("spectune: off: SPECTUNE_FOLDER is not set")
     except Exception as error:
-        LOG.warning("spectune is off, and vLLM goes on without it: %r", error)
+        LOG.warning("spectune: off, and vLLM goes on without it: %r", error)
     return None
 
 
@@ -429,7 +435,6 @@ def run(scheduler: Scheduler, hook: str, *args: Any) -> None:
         except Exception as error:
             scheduler._spectune = None
             agent.on_fault(error)
-            LOG.warning("spectune is off, and vLLM goes on without it: %r", error)
 
 
 class Scheduler(AsyncScheduler):

@@ -106,7 +106,7 @@ def status(folder: Path) -> dict[str, Any]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("rounds-*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [json.loads(n) for file in files for n in file.read_text().splitlines()[1:]]
 
 
 def test_without_a_policy_every_step_is_vllms_own(tmp_path: Path) -> None:
