@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "schedule remove": (of.ScheduleRemove, "schedules.remove"),
     "schedule run": (of.ScheduleRun, "work.run"),
     "engines": (of.Engines, "engines.engines"),
+    "follow": (of.Follow, "follow.follow"),
 }
 """Every command: its settings, and the function that does it."""
 

@@ -101,7 +101,29 @@ def _deployment(value: str) -> str:
     return check_name(value, "deployment", ValueError)
 
 
+def _size(value: Any) -> int:
+    """Bytes of ``2GB``, ``500MB`` or a number."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([kMGT]?)B?", str(value).strip())
+    if match is None:
+        raise ValueError("a size is expected, such as 500MB or 2GB")
+    return int(float(match[1]) * 1000 ** ("kMGT".find(match[2]) + 1 if match[2] else 0))
+
+
+def _noted_texts(value: Any) -> str | float:
+    """``all``, ``none`` or a share."""
+    if value in ("all", "none"):
+        return str(value)
+    try:
+        if 0 <= float(value) <= 1:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError("all, none or a share such as 0.1 is expected")
+
+
 Duration = Annotated[float, BeforeValidator(_duration), Kind("TIME")]
+Size = Annotated[int, BeforeValidator(_size), Kind("SIZE")]
+NotedTexts = Annotated[str | float, BeforeValidator(_noted_texts), Kind("all|none|SHARE")]
 Moment = Annotated[datetime, BeforeValidator(_moment), Kind("AGE|TIME")]
 AnyPath = Annotated[str, BeforeValidator(_text), Kind("FILE")]
 PolicyName = Annotated[str, BeforeValidator(_text), Kind("POLICY")]
@@ -515,6 +537,24 @@ class Engines(OnPair):
     gamma_max: int | None = setting(None, "Longest draft that it may be told.", ge=1, le=64)
     max_num_seqs: int = setting(256, "Most requests in a step.", ge=2, le=LARGEST)
     deployment: Deployment = setting("vllm", "Name of what it follows.", env="SPECTUNE_DEPLOYMENT")
+
+
+class Follow(OnPair):
+    """Follow a vLLM server by the folder that its agent writes into: requests go to the database,
+    what is published goes into the folder (docs/production.md). Ends by Ctrl-C or SIGTERM; typed
+    again it goes on where it was."""
+
+    example = "follow /var/lib/spectune --keep 7d --keep-size 2GB"
+
+    folder: AnyPath = argument(..., "The folder that SPECTUNE_FOLDER names at the server.")
+    deployment: Deployment = setting("vllm", "Name of what it follows.", env="SPECTUNE_DEPLOYMENT")
+    texts: NotedTexts | None = setting(
+        None, "Requests whose tokens are stored: all, none or a share; default: as the agent says."
+    )
+    keep: Duration | None = setting(None, "Forget requests that ended longer ago, e.g. 7d.")
+    keep_size: Size | None = setting(None, "Forget the oldest beyond this size, e.g. 2GB.")
+    keep_files: Size = setting(0, "Keep files that are in, compressed, up to this size.")
+    once: bool = setting(False, "Do what there is to do, then end.")
 
 
 class Report(Settings):

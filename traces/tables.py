@@ -349,3 +349,21 @@ class Acknowledgement(Value):
     status: Mapped[AckStatus] = mapped_column(String(16))
     reason: Mapped[str]
     at: Mapped[datetime]
+
+
+class FollowedServer(Value):
+    """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
+    (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.
+    ``requests`` with a text are in ``recordings`` (ids, by the digest of what each is of), the sums
+    of the others in ``figures``, by category and policy id; ``skipped`` lines were broken."""
+
+    boot: Mapped[Str64] = mapped_column(primary_key=True)
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
+    engine: Mapped[Document]
+    file: Mapped[int]
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    requests: Mapped[int]
+    skipped: Mapped[int]
+    recordings: Mapped[Document]
+    figures: Mapped[Document]
+    created_at: Mapped[datetime] = mapped_column(init=False, compare=False)

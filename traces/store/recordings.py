@@ -44,7 +44,7 @@ class Recordings(Storage):
     def create_recording(self, asked: Asked) -> Recording:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
         already (NotFoundError)."""
-        columns = {**vars(asked), "options": dict(asked.options), "asked_sha256": _digest(asked)}
+        columns = {**vars(asked), "options": dict(asked.options), "asked_sha256": digest_of(asked)}
         with self.database.write() as session:
             require(session, StoredWorkload, asked.workload_id)
             new = self._put_new(session, Recording, "rec", **columns, state="recording")
@@ -58,7 +58,7 @@ class Recordings(Storage):
         One in state ``recording`` is what a killed ``record`` resumes; a ``complete`` one is what
         ``tune`` need not record again.
         """
-        query = newest(Recording, asked_sha256=_digest(asked), state=state).limit(1)
+        query = newest(Recording, asked_sha256=digest_of(asked), state=state).limit(1)
         with self.database.read() as session:
             return next(iter(counted(session, session.scalars(query).all())), None)
 
@@ -121,7 +121,7 @@ class Recordings(Storage):
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
         key = {"recording_id": recording, "created_at": self.clock()}
-        rows = [{**_columns(t, steps), "ordinal": n, **key} for n, t, steps in items]
+        rows = [{**trajectory_columns(t, steps), "ordinal": n, **key} for n, t, steps in items]
         with self.database.write() as session:
             _locked(session, recording)
             statement = insert(session, Trajectory.__table__).on_conflict_do_nothing()
@@ -326,7 +326,7 @@ def _damaged(recording: str, ordinal: int, what: str, of: Damaged) -> CorruptedC
     )
 
 
-def _digest(asked: Asked) -> str:
+def digest_of(asked: Asked) -> str:
     """SHA-256 of what a recording was asked for, hex."""
     return hashlib.sha256(json.dumps(asdict(asked), sort_keys=True).encode()).hexdigest()
 
@@ -358,7 +358,7 @@ def _extents(recording: str, draft: str) -> Any:
 _OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens", "finish")
 
 
-def _columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
+def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
     """A decoded request's columns, with its rounds and the sums of them."""
     t = trajectory
     by_policy = {}

@@ -1,0 +1,297 @@
+"""The folder between vLLM's agent and `follow`: what the agent notes is read here, and
+``policy.json``, which the agent obeys, is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from spectune.engines.protocol import chain_round, text_of
+from spectune.traces.errors import TraceError
+from spectune.traces.files import replacing
+from spectune.traces.schema import Sampling, Step, Verifier
+from spectune.traces.tables import Trajectory
+from spectune.traces.text import one_line
+
+FORMAT = 1
+CHUNK = 1 << 17
+"""Bytes of a file that are read, and brought into the database, at a time: other writers wait for
+no more."""
+LABEL_LIMIT = 100
+UNLABELLED = "serve"
+"""The category of requests without a label."""
+_ROUNDS = re.compile(r"rounds-([0-9A-Za-z]{1,64})-(\d{6})\.jsonl")
+
+Whole = Annotated[int, Field(ge=0, lt=2**31)]
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+Tokens = list[Whole]
+
+
+class _Noted(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Engine(_Noted):
+    """A server as its agent describes it. ``about``: all of it as it stands."""
+
+    engine: Literal["vllm"]
+    engine_version: str
+    device: str
+    model: str
+    method: str | None = None
+    draft_model: str | None = None
+    num_speculative_tokens: Whole | None = None
+    above_zero: Verifier = "greedy"
+    serving: dict[str, Any]
+    about: dict[str, Any] = Field(default={}, exclude=True)
+
+    @classmethod
+    def of(cls, document: Any) -> Engine:
+        """Raises TraceError."""
+        about = document if isinstance(document, dict) else {}
+        about = {name: value for name, value in about.items() if value is not None}
+        try:
+            return cls.model_validate({**about, "about": about})
+        except ValidationError as error:
+            raise TraceError(f"engine.{_reason(error)}") from None
+
+    @property
+    def max_num_seqs(self) -> int:
+        return int(self.serving.get("max_num_seqs", 256))
+
+    @property
+    def max_len(self) -> int:
+        return int(self.serving.get("max_len", 2**31 - 1))
+
+
+def _reason(error: ValidationError) -> str:
+    """The first thing that is wrong, with its key."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
+class InForce(_Noted):
+    version: int = 0
+    policy: str | None = None
+
+
+class Refused(_Noted):
+    """``version`` is None or 0 where the agent refuses whatever is in ``policy.json``."""
+
+    version: int | None = None
+    reason: str = ""
+
+
+class Status(_Noted):
+    """``status.json``: which boot of the server writes, what is in force there, what its agent
+    refused, and the requests that it noted and dropped."""
+
+    boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
+    at: float = 0.0
+    engine: dict[str, Any]
+    in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
+    refused: Refused | None = None
+    fault: str | None = None
+    noted: int = 0
+    dropped: int = 0
+
+    @property
+    def described(self) -> Engine:
+        """How it serves. Raises TraceError."""
+        return Engine.of(self.engine)
+
+
+class Round(NamedTuple):
+    """``version``: of the table that the round was drafted by, 0 for the server's own."""
+
+    start: Whole
+    drafted: Whole
+    accepted: Whole
+    emitted: Whole
+    version: int
+    seconds: float
+    batch: Whole
+    ended: Moment
+
+
+class Line(_Noted):
+    """A finished request. ``prompt`` and ``output`` are None where its tokens are not noted."""
+
+    id: str
+    arrived: Moment
+    ended: Moment
+    prompt: Tokens | None = None
+    output: Tokens | None = None
+    n_prompt: Whole = 0
+    n_output: Whole = 0
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: Whole | None = None
+    stop: list[str] = []
+    finish: Literal["length", "eos", "stop", "abort"]
+    label: str | None = None
+    rounds: list[Round]
+
+    @property
+    def category(self) -> str:
+        return one_line(self.label or "", LABEL_LIMIT) or UNLABELLED
+
+    @property
+    def sampling(self) -> Sampling:
+        if self.temperature == 0:
+            return Sampling()
+        return Sampling(self.temperature, max(0, self.top_k), self.top_p)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the output."""
+        if self.prompt is None or self.output is None:
+            return self.n_prompt, self.n_output
+        return len(self.prompt), len(self.output)
+
+    def is_within(self, share: float) -> bool:
+        """Whether it is among this share of requests, as the agent chooses them by their ids."""
+        return zlib.crc32(self.id.encode()) / 2**32 < share
+
+    def trajectory(self, engine: Engine) -> Trajectory | None:
+        """The text; None where it was not noted."""
+        if not self.prompt or self.output is None:
+            return None
+        return text_of(
+            self.id,
+            self.category,
+            self.prompt,
+            self.output,
+            sampling=self.sampling,
+            max_new_tokens=engine.max_len if self.max_tokens is None else self.max_tokens,
+            finish="stop" if self.finish == "abort" else self.finish,
+            above_zero=engine.above_zero,
+            stop=tuple(self.stop),
+        )
+
+    def steps(self, draft: str, policy_of: Callable[[int], str]) -> tuple[Step, ...]:
+        """The rounds, their times in seconds since 1970; ``policy_of`` names a table's policy."""
+        return tuple(
+            chain_round(
+                r.start,
+                r.drafted,
+                r.accepted,
+                r.emitted,
+                draft=draft,
+                policy=policy_of(r.version),
+                round_s=r.seconds,
+                batch=r.batch,
+                arrived_s=self.arrived,
+                ended_s=r.ended,
+            )
+            for r in self.rounds
+        )
+
+
+def parse_line(text: bytes) -> Line | Engine:
+    """A line of a rounds file: a request, or the engine that served those which follow. Raises
+    TraceError with what is wrong in it."""
+    try:
+        document = json.loads(text)
+        if isinstance(document, dict) and "engine" in document:
+            return Engine.of(document["engine"])
+        line = Line.model_validate(document)
+    except ValidationError as error:
+        raise TraceError(_reason(error)) from None
+    except (ValueError, RecursionError):  # among them bytes that are no UTF-8
+        raise TraceError("not JSON") from None
+    if "\0" in line.id or "\0" in line.category or any("\0" in stop for stop in line.stop):
+        raise TraceError("a NUL character")
+    start = 0
+    for n, r in enumerate(line.rounds):
+        if r.start != start or r.accepted > r.drafted or r.emitted > r.accepted + 1:
+            raise TraceError(f"round {n} does not follow from those before it")
+        start += r.emitted
+    if line.rounds and start != line.lengths[1]:
+        raise TraceError(f"its rounds have {start} tokens, its output {line.lengths[1]}")
+    return line
+
+
+def rounds_files(folder: Path) -> dict[str, dict[int, Path]]:
+    """The rounds files by boot and number, in order. Raises OSError."""
+    boots: dict[str, dict[int, Path]] = {}
+    for name in sorted(os.listdir(folder)):
+        if match := _ROUNDS.fullmatch(name):
+            boots.setdefault(match[1], {})[int(match[2])] = folder / name
+    return boots
+
+
+class Chunk(NamedTuple):
+    """Lines of a file, each with the offset after it; ``is_end``: nothing more stands in it."""
+
+    lines: Sequence[tuple[bytes, int]]
+    is_end: bool
+
+
+def read_chunk(path: Path, offset: int, *, is_closed: bool) -> Chunk:
+    """The lines from ``offset`` on, about :data:`CHUNK` bytes. A last line that is not ended yet
+    is left, unless the file ``is_closed``. Raises OSError."""
+    with path.open("rb") as file:
+        first = file.seek(offset)
+        data = file.read(CHUNK)
+        if len(data) == CHUNK and not data.endswith(b"\n"):
+            data += file.readline()
+        is_end = not file.read(1)
+    lines = []
+    for text in data.split(b"\n"):
+        ends = offset + len(text) + 1
+        if ends <= first + len(data):
+            lines.append((text, ends))
+            offset = ends
+        elif text and is_closed and is_end:
+            lines.append((text, ends - 1))
+    return Chunk(lines, is_end)
+
+
+def read_status(folder: Path) -> Status | None:
+    """What ``status.json`` says; None where no agent has written it yet. Raises TraceError."""
+    file = folder / "status.json"
+    try:
+        return Status.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValidationError as error:
+        raise TraceError(f"{file}: {_reason(error)}") from None
+
+
+def write_policy(folder: Path, document: Mapping[str, Any]) -> None:
+    """Replaces ``policy.json`` in one step. Raises TraceError."""
+    try:
+        with replacing(folder / "policy.json") as file:
+            file.write(json.dumps({"format": FORMAT, **document}).encode())
+    except OSError as error:
+        raise TraceError(f"{folder}/policy.json: cannot be written ({error.strerror})") from None
+
+
+def read_policy(folder: Path) -> Mapping[str, Any]:
+    """What ``policy.json`` says; empty where there is none, or nothing that can be read."""
+    try:
+        document = json.loads((folder / "policy.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def compressed(gammas: Sequence[int]) -> dict[str, int]:
+    """Draft tokens by the batch size from which they hold, of those at each size from 0 (never
+    read) on."""
+    table: dict[str, int] = {}
+    for size in range(1, len(gammas)):
+        if size == 1 or gammas[size] != gammas[size - 1]:
+            table[str(size)] = gammas[size]
+    return table

@@ -1,0 +1,420 @@
+"""`follow`: brings what vLLM's agent notes in a folder into the database, and what is published
+into the folder.
+
+The agent never waits for it. While the database is away, files stay in the folder, of which the
+agent keeps so many; here no more than a chunk of one is in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import zstandard
+
+from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
+from spectune.engines.vllm.folder import (
+    Engine,
+    Line,
+    parse_line,
+    read_chunk,
+    read_status,
+    rounds_files,
+)
+from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, served_pair
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.reload import reason_of
+from spectune.traces.errors import SpectuneError, TraceError
+from spectune.traces.files import replacing
+from spectune.traces.schema import Sampling, Verifier
+from spectune.traces.store import Asked, TraceStore
+from spectune.traces.store.followed import Arrivals, Arrived, Figures, Place, added
+from spectune.traces.store.recordings import digest_of
+from spectune.traces.tables import FollowedServer
+from spectune.traces.text import one_line
+
+LOOK_S = 0.25
+"""Seconds between two looks for a publication, and for new lines."""
+REPORT_S = 60.0
+"""Seconds between two reports, and two looks for what is to be forgotten."""
+ENDED_S = 86_400.0
+"""Seconds after which the last file of a server that ended is removed."""
+RECORDINGS_LIMIT = 64
+"""Recordings of one boot, one for each sampling that requests ask for; of further ones figures
+alone are stored."""
+NAMED_LIMIT = 5
+"""Broken lines that are named between two reports."""
+WORDS = {
+    "figures": "of them without a stored text",
+    "skipped": "broken lines skipped",
+    "forgotten": "requests forgotten",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What stays: in the database requests for ``seconds`` and of ``stored_bytes``, in the folder
+    compressed files of ``file_bytes`` (0: none). None: all."""
+
+    seconds: float | None = None
+    stored_bytes: int | None = None
+    file_bytes: int = 0
+
+
+@dataclass
+class Totals:
+    """What was done: requests brought in with their texts and by figures alone, lines skipped,
+    requests forgotten."""
+
+    requests: int = 0
+    figures: int = 0
+    skipped: int = 0
+    forgotten: int = 0
+
+
+@dataclass(frozen=True)
+class Boot:
+    """A boot of a server: up to where it is in, how it serves, its draft's name, and by sampling
+    and verifier what its recordings are asked for, with the digest of that."""
+
+    row: FollowedServer
+    engine: Engine
+    draft: str
+    kinds: dict[tuple[Sampling, Verifier], tuple[str, Asked]] = field(default_factory=dict)
+
+
+class Follower:
+    """Follows one folder. ``tell`` gets a line whenever something changed, and once a minute."""
+
+    def __init__(
+        self,
+        store: TraceStore,
+        folder: Path,
+        deployment: str,
+        tell: Callable[[str], None],
+        *,
+        pair: PairSpec | None = None,
+        texts: Texts = None,
+        limits: Limits = Limits(),
+    ) -> None:
+        self.store, self.folder, self.limits, self.totals = store, folder, limits, Totals()
+        self.policy = PolicyWriter(store, folder, deployment, tell, pair=pair, texts=texts)
+        self._tell, self._named = tell, pair
+        shares = {"all": 1.0, "none": 0.0}
+        self._share = 1.0 if texts is None else float(shares.get(str(texts), texts))
+        self._boots: dict[str, Boot] = {}
+        self._finished: set[str] = set()
+        self._troubles: dict[str, str] = {}
+        self._named_lines = 0
+
+    @property
+    def servers(self) -> Sequence[FollowedServer]:
+        """The boots that were followed here, as they are stored."""
+        return [boot.row for boot in self._boots.values()]
+
+    def once(self) -> None:
+        """Does what there is to do. Raises SpectuneError and DatabaseError."""
+        self.policy.look()
+        self.bring_in()
+        self.forget()
+
+    def run(self, stop: threading.Event) -> None:
+        """Goes on until ``stop``, whatever fails."""
+
+        def look() -> None:
+            while not stop.wait(LOOK_S):
+                self._guarded("policy", self._look)
+
+        thread = threading.Thread(target=look, name="publications", daemon=True)
+        thread.start()
+        before, reported = Totals(), time.monotonic()
+        while not stop.wait(LOOK_S):
+            self._guarded("requests", lambda: self.bring_in(stop))
+            if (seconds := time.monotonic() - reported) >= REPORT_S:
+                self._guarded("retention", self.forget)
+                before, reported = self._report(before, seconds), time.monotonic()
+        thread.join(5)
+
+    def bring_in(self, stop: threading.Event | None = None) -> None:
+        """Brings in every line that is whole, and removes files that are in. Raises SpectuneError,
+        OSError and DatabaseError; the next call goes on there."""
+        self._reconnect()
+        status = self.policy.status
+        current = status.boot if status is not None else None
+        failure: SpectuneError | None = None
+        # The running server's last: what ended before is older.
+        for boot, files in sorted(rounds_files(self.folder).items(), key=lambda f: f[0] == current):
+            try:
+                while self._bring_chunk(boot, files) and not (stop and stop.is_set()):
+                    pass
+                self._clear(boot, files, is_ended=current not in (None, boot))
+            except FileNotFoundError:
+                continue  # the agent has removed it
+            except SpectuneError as error:  # the other boots go on
+                failure = error
+            except Exception:
+                self._boots.pop(boot, None)  # its row is read anew
+                raise
+        self._bound_files()
+        if failure is not None:
+            raise failure
+
+    def forget(self) -> None:
+        """Removes from the database what is beyond the limits. Raises DatabaseError."""
+        limits, pairs = self.limits, {boot.row.pair_id for boot in self._boots.values()}
+        if self.policy.pair_id is not None:
+            pairs.add(self.policy.pair_id)
+        if pairs and (limits.seconds is not None or limits.stored_bytes is not None):
+            before = None
+            if limits.seconds is not None:
+                before = self.store.clock() - timedelta(seconds=limits.seconds)
+            self.totals.forgotten += self.store.forget(
+                pairs, before=before, most_bytes=limits.stored_bytes
+            )
+
+    def _look(self) -> None:
+        self._reconnect()
+        self.policy.look()
+
+    def _reconnect(self) -> None:
+        """Has SQLite open the file anew: a connection would go on writing to one that is gone."""
+        if self.store.database.dialect == "sqlite":
+            self.store.database.close()
+
+    def _guarded(self, task: str, act: Callable[[], None]) -> None:
+        """Does something; what goes wrong is said once, and it is tried again at the next turn."""
+        before = self._troubles.get(task, "")
+        try:
+            act()
+        except Exception as error:  # whatever a folder or a database raises: following goes on
+            is_plain = isinstance(error, (DatabaseError, SpectuneError))
+            trouble = str(error) if is_plain else reason_of(error)
+            if trouble != before:
+                self._tell(f"{task}: {trouble}; trying again")
+            self._troubles[task] = trouble
+        else:
+            self._troubles[task] = ""
+            if before:
+                self._tell(f"{task}: it works again")
+
+    # ------------------------------------------------------------------------------ reading files
+
+    def _bring_chunk(self, boot: str, files: dict[int, Path]) -> bool:
+        """Brings in some lines; whether more may follow."""
+        server = self._boot(boot, files)
+        row = server.row
+        number = next((n for n in files if n >= row.file), None)
+        if number is None:
+            return False
+        if number > row.file:
+            if row.file or row.bytes:
+                lost = f"files {row.file} to {number - 1}"
+                self._tell(f"server {boot}: {lost} were removed before they were in")
+            return self._store(boot, Place(number, 0), Arrivals())
+        start = Place(number, row.bytes)
+        following = next((n for n in files if n > number), None)
+        chunk = read_chunk(files[number], start.bytes, is_closed=following is not None)
+        if chunk.lines:
+            return self._bring_lines(boot, start, chunk.lines)
+        if chunk.is_end and following is not None:
+            return self._store(boot, Place(following, 0), Arrivals())
+        return False
+
+    def _bring_lines(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> bool:
+        """Brings lines in, in one transaction, or where the database refuses what is in them each
+        half of them in its own; whether they are in."""
+        end = Place(start.file, lines[-1][1])
+        before = self._named_lines
+        try:
+            return self._store(boot, end, self._arrivals(boot, start, lines))
+        except (UnavailableError, NotFoundError):
+            raise
+        # what a request holds decides what is raised, and those around it are to be brought in
+        except Exception as error:
+            self._named_lines = before
+            if len(lines) == 1:
+                self._name_line(boot, start, str(error))
+                return self._store(boot, end, Arrivals(skipped=1))
+        half = len(lines) // 2
+        middle = Place(start.file, lines[half - 1][1])
+        if not self._bring_lines(boot, start, lines[:half]):
+            return False
+        return self._bring_lines(boot, middle, lines[half:])
+
+    def _arrivals(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> Arrivals:
+        server = self._boots[boot]
+        requests: list[Arrived] = []
+        recordings: dict[str, Asked] = {}
+        figures: Figures = {}
+        skipped, at = 0, start.bytes
+        for text, end in lines:
+            try:
+                line = parse_line(text) if text.strip() else None
+                if isinstance(line, Line):
+                    request = self._request(boot, server, line, recordings)
+                    if isinstance(request, Arrived):
+                        requests.append(request)
+                    else:
+                        figures = added(figures, request)
+            except TraceError as error:
+                skipped += 1
+                self._name_line(boot, Place(start.file, at), str(error))
+            at = end
+        return Arrivals(requests, recordings, figures, skipped)
+
+    def _request(
+        self, boot: str, server: Boot, line: Line, recordings: dict[str, Asked]
+    ) -> Arrived | Figures:
+        """A request, its recording added to ``recordings``; or figures of it where its text is not
+        noted, or not to be stored."""
+        text = line.trajectory(server.engine) if line.is_within(self._share) else None
+        steps = line.steps(server.draft, self._policy_id)
+        if text is not None and steps:
+            kind = text.sampling, text.verifier
+            if kind not in server.kinds:
+                options = {**server.row.engine, "boot": boot}
+                sampled = (text.sampling, server.engine.max_len, text.verifier)
+                recording = Asked(server.row.pair_id, None, *sampled, options, "serve")
+                server.kinds[kind] = digest_of(recording), recording
+            digest, recording = server.kinds[kind]
+            digests = server.row.recordings.keys() | recordings.keys()
+            if digest in digests or len(digests) < RECORDINGS_LIMIT:
+                recordings[digest] = recording
+                return Arrived(digest, text, steps, datetime.fromtimestamp(line.ended, UTC))
+            del server.kinds[kind]
+        n_prompt, n_output = line.lengths
+        figures: Figures = {}
+        for policy in {step.policy for step in steps} or {""}:
+            rounds = [step for step in steps if step.policy == policy]
+            sums = {
+                "rounds": len(rounds),
+                "drafted": sum(step.drafted for step in rounds),
+                "accepted": sum(step.accepted for step in rounds),
+                "emitted": sum(step.emitted for step in rounds),
+                "seconds": sum(step.round_s for step in rounds),
+            }
+            figures = added(figures, {line.category: {policy: sums}})
+        first = steps[0].policy if steps else ""
+        counts: dict[str, float] = {"requests": 1, "n_prompt": n_prompt, "n_output": n_output}
+        return added(figures, {line.category: {first: counts}})
+
+    def _name_line(self, boot: str, place: Place, problem: str) -> None:
+        self._named_lines += 1
+        if self._named_lines <= NAMED_LIMIT:
+            name = f"rounds-{boot}-{place.file:06d}.jsonl"
+            self._tell(f"{name}, byte {place.bytes}: {problem}; this line is skipped")
+
+    def _store(self, boot: str, end: Place, arrivals: Arrivals) -> bool:
+        """Stores what stands in the files up to ``end``; False where another process has."""
+        server = self._boots[boot]
+        row = self.store.bring_in(server.row, end, arrivals)
+        if row is None:
+            del self._boots[boot]
+            return False
+        self._boots[boot] = replace(server, row=row)
+        total = self.totals
+        total.requests += len(arrivals.requests)
+        total.figures += number_of(arrivals.figures)
+        total.skipped += arrivals.skipped
+        return True
+
+    def _boot(self, boot: str, files: Mapping[int, Path]) -> Boot:
+        """A boot of the server, stored where it is new. Raises TraceError and PairError."""
+        if boot in self._boots:
+            return self._boots[boot]
+        row = self.store.followed_server(boot)
+        engine = self._engine(boot, files) if row is None else Engine.of(row.engine)
+        spec, draft = served_pair(engine, self._named)
+        if row is None:
+            self.store.put_pair(spec.id, spec.name, spec.to_json())
+            row = self.store.follow_server(boot, spec.id, engine.about)
+            self._tell(f"server {boot}: pair {spec.name} ({spec.id}), draft {draft}")
+        return self._boots.setdefault(boot, Boot(row, engine, draft))
+
+    def _engine(self, boot: str, files: Mapping[int, Path]) -> Engine:
+        """How a boot serves: as its first file says, else as ``status.json`` does."""
+        chunk = read_chunk(next(iter(files.values())), 0, is_closed=False)
+        for text, _ in chunk.lines[:1]:
+            with suppress(TraceError):
+                if isinstance(engine := parse_line(text), Engine):
+                    return engine
+        status = self.policy.status or read_status(self.folder)
+        if status is None:
+            raise TraceError(f"{self.folder}: no status.json says yet how the server serves")
+        if status.boot != boot:
+            self._tell(f"server {boot} is taken to have served as {status.boot} does")
+        return status.described
+
+    def _policy_id(self, version: int) -> str:
+        """The id of a table's policy; of one that nobody knows any more its version."""
+        if version not in self.policy.policies:
+            stored = self.store.published_policy_id(version)
+            self.policy.policies[version] = stored or f"version-{version}"
+        return self.policy.policies[version]
+
+    # ------------------------------------------------------------------------------ removing files
+
+    def _clear(self, boot: str, files: Mapping[int, Path], *, is_ended: bool) -> None:
+        """Removes, or compresses, the files that are in whole, but not the newest of a boot until
+        that has ended a day ago."""
+        row = self._boots[boot].row if boot in self._boots else None
+        if row is None:
+            return
+        ready = [path for number, path in files.items() if number < row.file]
+        newest = files[max(files)]
+        is_read = max(files) <= row.file and row.bytes >= newest.stat().st_size
+        if is_ended and is_read:
+            if boot not in self._finished:
+                for name in row.recordings.values():
+                    with suppress(NotFoundError):
+                        self.store.finish_recording(name)
+                self._finished.add(boot)
+            if time.time() - newest.stat().st_mtime > ENDED_S:
+                ready.append(newest)
+        for path in ready:
+            if self.limits.file_bytes:
+                target = path.with_name(f"{path.name}.zst")
+                with path.open("rb") as source, replacing(target) as file:
+                    zstandard.ZstdCompressor().copy_stream(source, file)
+            path.unlink(missing_ok=True)
+
+    def _bound_files(self) -> None:
+        """Removes the oldest compressed files beyond the limit."""
+        files = sorted(self.folder.glob("rounds-*.jsonl.zst"), key=lambda f: f.stat().st_mtime)
+        sizes = [file.stat().st_size for file in files]
+        excess = sum(sizes) - self.limits.file_bytes
+        for file, size in zip(files, sizes, strict=True):
+            if excess <= 0 or not self.limits.file_bytes:
+                break
+            file.unlink(missing_ok=True)
+            excess -= size
+
+    def _report(self, before: Totals, seconds: float) -> Totals:
+        """Tells what was done since ``before``; the totals now."""
+        now, status = replace(self.totals), self.policy.status
+        requests = now.requests - before.requests + now.figures - before.figures
+        parts = [f"{requests} requests ({requests / max(seconds, 1e-9):.3g}/s)"]
+        for name in ("figures", "skipped", "forgotten"):
+            if number := getattr(now, name) - getattr(before, name):
+                parts.append(f"{number} {WORDS[name]}")
+        parts.append(f"policy version {self.policy.version}")
+        if status is None:
+            parts.append("no status.json yet")
+        else:
+            if status.in_force.version != self.policy.version:
+                parts.append(f"in force at the server: {status.in_force.version}")
+            parts += [f"{status.dropped} dropped by the agent"] * bool(status.dropped)
+            parts += [f"the agent says: {one_line(status.fault, 200)}"] if status.fault else []
+        self._tell("; ".join(parts))
+        self._named_lines = 0
+        return now
+
+
+def number_of(figures: Figures) -> int:
+    """Requests of which there are figures."""
+    return int(sum(sums.get("requests", 0) for of in figures.values() for sums in of.values()))

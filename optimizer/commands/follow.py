@@ -1,0 +1,83 @@
+"""`follow`: the process beside vLLM's agent."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from spectune.engines.vllm.follow import Follower, Limits, number_of
+from spectune.optimizer.commands.results import Result, Row, Table
+from spectune.optimizer.commands.session import Talk, names_pair, open_store, pair_of
+from spectune.settings import Follow
+from spectune.traces.errors import ConfigError
+
+
+def follow(s: Follow, talk: Talk) -> Result:
+    folder = Path(s.folder)
+    if not folder.is_dir():
+        raise ConfigError(f"FOLDER {folder}: no such folder; name the one of SPECTUNE_FOLDER")
+    limits = Limits(s.keep, s.keep_size, s.keep_files)
+    pair = pair_of(s) if names_pair(s) else None
+    with open_store(s, create=True) as store:
+        follower = Follower(
+            store, folder, s.deployment, talk.tell, pair=pair, texts=s.texts, limits=limits
+        )
+        if s.once:
+            follower.once()
+        else:
+            talk.tell(f"follows {folder} into {store.database.name}, deployment {s.deployment}")
+            with _signals() as stop:
+                follower.run(stop)
+    rows: list[Row] = [
+        {"category": category, "policy": policy or "the server's own", **sums}
+        for server in follower.servers
+        for category, policies in server.figures.items()
+        for policy, sums in policies.items()
+    ]
+    data = {
+        **asdict(follower.totals),
+        "policy_version": follower.policy.version,
+        "servers": [
+            {
+                "boot": server.boot,
+                "pair": server.pair_id,
+                "requests": server.requests,
+                "without_text": number_of(server.figures),
+                "skipped": server.skipped,
+                "recordings": sorted(server.recordings.values()),
+            }
+            for server in follower.servers
+        ],
+        "without_text": rows,
+    }
+    total = follower.totals
+    text = (
+        f"{total.requests} requests brought in, {total.figures} more without their texts, "
+        f"{total.skipped} lines skipped, {total.forgotten} requests forgotten"
+    )
+    tables = [Table(rows, title="requests without a stored text")] if rows else []
+    return Result(text, data, rows, tables)
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """An event that SIGINT or SIGTERM sets; a second one ends at once."""
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

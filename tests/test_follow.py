@@ -1,0 +1,505 @@
+"""`follow`, beside folders as vLLM's agent writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from databases import Server, opened, put_in_force, server_binaries
+from doors import Door, Started
+from synthetic import policy
+from waiting import eventually
+
+from spectune.db import open_database
+from spectune.engines.vllm.folder import CHUNK
+from spectune.engines.vllm.follow import Follower, Limits
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+
+PAIR = read_pair("demo")
+TABLE = parse_policy(
+    {"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 5, "3": 2, "9": 0}}}
+)
+BEGAN = time.time() - 3600
+KILLS = 10
+"""On each of the two databases."""
+
+
+class Agent:
+    """Writes a folder as vLLM's agent does."""
+
+    def __init__(self, folder: Path, boot: str = "a1b2c3d4e5", draft: str | None = "small") -> None:
+        self.folder, self.boot, self.number, self.count = folder, boot, 0, 0
+        folder.mkdir(exist_ok=True)
+        self.engine = {
+            "engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "dtype": "float32",
+            "method": "draft_model" if draft else None, "model": PAIR.target,
+            "draft_model": PAIR.drafts[draft] if draft else None, "prompt_lookup": None,
+            "num_speculative_tokens": 6, "above_zero": "greedy",
+            "serving": {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 1},
+        }  # fmt: skip
+        self.status()
+
+    def status(self, version: int = 0, policy_id: str = "", **further: Any) -> None:
+        document = {
+            "format": 1, "boot": self.boot, "pid": 7, "at": time.time(), "engine": self.engine,
+            "in_force": {"version": version, "policy": policy_id, "since": time.time()},
+            "refused": None, "fault": None, "noted": self.count, "dropped": 0, **further,
+        }  # fmt: skip
+        part = self.folder / "status.json.part"
+        part.write_text(json.dumps(document))
+        part.replace(self.folder / "status.json")
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"rounds-{self.boot}-{self.number:06d}.jsonl"
+
+    def line(self, *, version: int = 0, tokens: bool = True, **further: Any) -> dict[str, Any]:
+        """The next request: a prompt of 5 tokens, and 7 that were served in three rounds."""
+        n, self.count = self.count, self.count + 1
+        at = BEGAN + n
+        rounds = [
+            [0, 0, 0, 1, version, 0.02, 2, at + 0.02],
+            [1, 3, 2, 3, version, 0.01, 2, at + 0.03],
+            [4, 3, 3, 3, version, 0.01, 1, at + 0.04],
+        ]
+        text = {"prompt": [n % 97, 5, 6, 7, 8], "output": [n % 91, 1, 2, 3, 4, 5, 6]}
+        sizes = {"prompt": None, "output": None, "n_prompt": 5, "n_output": 7}
+        return {
+            "id": f"r{n}", "arrived": at, "ended": at + 0.04, **(text if tokens else sizes),
+            "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "max_tokens": 7,
+            "stop": [], "finish": "length", "label": None, "rounds": rounds, **further,
+        }  # fmt: skip
+
+    def write(self, count: int = 1, **further: Any) -> None:
+        with self.file.open("a") as file:
+            for _ in range(count):
+                file.write(json.dumps(self.line(**further)) + "\n")
+                file.flush()
+
+    def policy(self) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads((self.folder / "policy.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return document
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path / "folder")
+
+
+@pytest.fixture
+def door(url: str) -> Door:
+    return Door(url, "")
+
+
+def follower(store: TraceStore, agent: Agent, told: list[str], **how: Any) -> Follower:
+    return Follower(store, agent.folder, "vllm", told.append, pair=PAIR, **how)
+
+
+def request_ids(store: TraceStore) -> list[str]:
+    return [
+        request.trajectory.request_id
+        for info in store.list_recordings()
+        for request in store.iterate(info.id)
+    ]
+
+
+def num_requests(store: TraceStore) -> int:
+    return sum(info.n_requests for info in store.list_recordings())
+
+
+def test_requests_are_stored_as_they_were_served(door: Door, agent: Agent) -> None:
+    agent.write(3)
+    agent.write(1, label="tenant-a", temperature=0.7, top_p=0.9, finish="abort", stop=["\n\n"])
+    result = door.json("follow", agent.folder, pair="demo", once=True)
+    assert (result["requests"], result["figures"], result["skipped"]) == (4, 0, 0)
+    with opened(str(door.db)) as store:
+        greedy, warm = sorted(store.list_recordings(), key=lambda info: info.sampling.temperature)
+        assert (greedy.source, greedy.engine, greedy.pair_id) == ("serve", "vllm", PAIR.id)
+        assert (greedy.n_requests, greedy.verifier, greedy.state) == (3, "coupled", "recording")
+        assert greedy.options["serving"] == agent.engine["serving"]
+        assert warm.sampling == Sampling(0.7, 0, 0.9)
+        assert warm.verifier == "greedy"
+        (request,) = store.load(warm.id, steps=True).requests
+        text, steps = request.trajectory, request.steps
+        assert (text.request_id, text.category, text.finish) == ("r3", "tenant-a", "stop")
+        assert text.prompt_ids.tolist() == [3, 5, 6, 7, 8]
+        assert text.output_ids.tolist() == [3, 1, 2, 3, 4, 5, 6]
+        assert (text.max_new_tokens, text.stop_strings) == (7, ("\n\n",))
+        assert [(s.drafted, s.accepted, s.emitted, s.batch) for s in steps] == [
+            (0, 0, 1, 2),
+            (3, 2, 3, 2),
+            (3, 3, 3, 1),
+        ]
+        assert [s.draft for s in steps] == ["", "small", "small"]
+        assert steps[1].ended_s - steps[0].ended_s == pytest.approx(0.01, abs=1e-6)
+        assert abs(text.created_at.timestamp() - (BEGAN + 3.04)) < 1e-3
+    again = door.json("follow", agent.folder, pair="demo", once=True)
+    assert again["requests"] == 0
+    agent.write()
+    assert door.json("follow", agent.folder, pair="demo", once=True)["requests"] == 1
+    shown = door.json("traces stats", speed=True, by="category")
+    (rows,) = (value for value in shown.values() if isinstance(value, list))
+    assert {row["category"] for row in rows} == {"serve", "tenant-a"}
+
+
+def test_files_that_are_in_are_removed_or_compressed(store: TraceStore, agent: Agent) -> None:
+    told: list[str] = []
+    one = follower(store, agent, told)
+    for agent.number in (0, 1, 2):
+        agent.write(20)
+    with agent.file.open("a") as file:
+        half = json.dumps(agent.line())
+        file.write(half[:100])
+    one.once()
+    assert sorted(path.name for path in agent.folder.glob("rounds-*")) == [agent.file.name]
+    assert len(request_ids(store)) == 60
+    with agent.file.open("a") as file:
+        file.write(half[100:] + "\n")
+    two = follower(store, agent, told, limits=Limits(file_bytes=10_000))
+    for agent.number in (3, 4, 5, 6):
+        agent.write(300)
+    two.once()
+    kept = sorted(agent.folder.glob("*.zst"))
+    assert kept
+    assert sum(path.stat().st_size for path in kept) <= 10_000
+    assert kept[-1].name == f"rounds-{agent.boot}-000005.jsonl.zst"
+    assert len(set(request_ids(store))) == 60 + 1 + 4 * 300
+    (agent.folder / f"rounds-{agent.boot}-000006.jsonl").unlink()
+    agent.number = 9
+    agent.write()
+    two.once()
+    assert "files 6 to 8 were removed before they were in" in told[-1]
+    assert len(request_ids(store)) == 1262
+
+
+def test_broken_lines_are_named_and_skipped(door: Door, agent: Agent) -> None:
+    agent.write(2)
+    start = agent.file.stat().st_size
+    wrong = [
+        "{half",
+        "\u00ff",
+        json.dumps({**agent.line(), "finish": "never"}),
+        json.dumps({**agent.line(), "output": [1, 2**31]}),
+        json.dumps({**agent.line(), "output": [1]}),
+        json.dumps({**agent.line(), "id": "a\0b"}),
+    ]
+    with agent.file.open("a", encoding="latin-1") as file:
+        file.write("\n".join(wrong) + "\n\n")
+    agent.write(2)
+    found = door.call("follow", agent.folder, pair="demo", once=True, json=True)
+    result = json.loads(found.stdout)
+    assert (result["requests"], result["skipped"]) == (4, 6)
+    assert f"{agent.file.name}, byte {start}: not JSON; this line is skipped" in found.stderr
+    assert "finish: Input should be 'length'" in found.stderr
+    assert "its rounds have 7 tokens, its output 1" in found.stderr
+    assert found.stderr.count("is skipped") == 5  # the sixth is counted alone
+
+
+def test_a_request_that_the_database_refuses_costs_no_other(
+    store: TraceStore, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    agent.write(9)
+    real = TraceStore.bring_in
+
+    def refusing(self: TraceStore, server: Any, end: Any, arrivals: Any) -> Any:
+        if any(r.trajectory.request_id == "r4" for r in arrivals.requests):
+            raise ValueError("no such text")
+        return real(self, server, end, arrivals)
+
+    monkeypatch.setattr(TraceStore, "bring_in", refusing)
+    one = follower(store, agent, told)
+    one.once()
+    assert request_ids(store) == [f"r{n}" for n in range(9) if n != 4]
+    assert (one.totals.requests, one.totals.skipped) == (8, 1)
+    assert "no such text" in told[-1]
+
+
+def test_without_texts_figures_are_stored(door: Door, agent: Agent) -> None:
+    agent.write(2, tokens=False, label="b")
+    agent.write(3)
+    assert door.json("follow", agent.folder, pair="demo", once=True)["requests"] == 3
+    agent.write(4)
+    result = door.json("follow", agent.folder, pair="demo", once=True, texts="none")
+    assert (result["requests"], result["figures"]) == (0, 4)
+    assert agent.policy() == {"format": 1, "version": 0, "texts": "none"}
+    rows = {row["category"]: row for row in result["without_text"]}
+    assert (rows["b"]["requests"], rows["b"]["n_output"], rows["b"]["rounds"]) == (2, 14, 6)
+    assert (rows["serve"]["requests"], rows["serve"]["accepted"]) == (4, 20)
+    assert rows["serve"]["seconds"] == pytest.approx(0.16)
+    with opened(str(door.db)) as store:
+        assert len(request_ids(store)) == 3
+    agent.write(100)  # a share of them, whatever the agent noted before it read of it
+    result = door.json("follow", agent.folder, pair="demo", once=True, texts=0.3)
+    assert 15 <= result["requests"] <= 45
+    assert result["requests"] + result["figures"] == 100
+
+
+def test_a_publication_reaches_the_server_and_its_answer_the_database(
+    store: TraceStore, agent: Agent
+) -> None:
+    told: list[str] = []
+    stop = threading.Event()
+    one = follower(store, agent, told, texts="all")
+    thread = threading.Thread(target=one.run, args=(stop,))
+    thread.start()
+    try:
+        eventually(lambda: agent.policy() == {"format": 1, "version": 0, "texts": "all"})
+        seconds = []
+        for published in (TABLE, AUTOREGRESSIVE, policy("small", 4)):
+            version = put_in_force(store, PAIR.id, published, deployment="vllm")
+            began = time.monotonic()
+            eventually(lambda version=version: agent.policy()["version"] == version)
+            seconds.append(time.monotonic() - began)
+            agent.status(version, published.id)
+            agent.write(1, version=version)
+            eventually(lambda version=version: store.acknowledgements(version))
+        assert max(seconds) < 1.0
+        assert agent.policy()["gammas"] == {"1": 4}
+        for refused, reason in (
+            (policy("medium", 3), "this server loaded the draft 'small', not 'medium'"),
+            (policy("small", 7), "this server drafts at most 6 tokens, not 7"),
+            (Policy.model_validate({"draft": "small", "window": {"kind": "fsm"}}), "cannot run"),
+        ):
+            number = put_in_force(store, PAIR.id, refused, deployment="vllm")
+            eventually(lambda number=number: store.acknowledgements(number))
+            (answer,) = store.acknowledgements(number)
+            assert answer.status == "refused"
+            assert reason in answer.reason
+            assert agent.policy()["version"] == version  # the last good one stays
+        agent.status(version, policy("small", 4).id, refused={"version": number, "reason": "no"})
+        eventually(lambda: len(store.acknowledgements(number)) == 2)
+        eventually(lambda: len(request_ids(store)) == 3)
+    finally:
+        stop.set()
+        thread.join(20)
+    (info,) = store.list_recordings()
+    used = [step.policy for r in store.iterate(info.id, steps=True) for step in r.steps]
+    assert used == [p.id for p in (TABLE, AUTOREGRESSIVE, policy("small", 4)) for _ in range(3)]
+    nodes = {a.node for a in store.acknowledgements()}
+    assert nodes == {f"vllm:{os.uname().nodename}:a1b2c3d4"}
+    # another process says nothing again; a boot with another draft has no publication
+    answers = len(store.acknowledgements())
+    follower(store, agent, told).once()
+    assert len(store.acknowledgements()) == answers
+    Agent(agent.folder, "bbbb", draft="medium")
+    other = Follower(store, agent.folder, "vllm", told.append)
+    other.once()
+    assert agent.policy() == {"format": 1, "version": 0}
+
+
+def test_what_was_published_for_batches_is_written_by_batch(
+    store: TraceStore, agent: Agent
+) -> None:
+    store.put_pair(PAIR.id, PAIR.name, PAIR.to_json())
+    version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+    follower(store, agent, []).once()
+    assert agent.policy() == {
+        "format": 1, "version": version, "policy": TABLE.id, "gammas": {"1": 5, "3": 2},
+    }  # fmt: skip
+
+
+def test_a_policy_that_another_put_there_stays(store: TraceStore, agent: Agent) -> None:
+    """Who measures policies in turns writes the file, too."""
+    one = follower(store, agent, [])
+    one.once()
+    (agent.folder / "policy.json").write_text('{"version": -3, "gammas": {"1": 2}}')
+    agent.status(-3, "trial")
+    agent.write(1, version=-3)
+    one.once()
+    assert agent.policy()["version"] == -3
+    assert store.acknowledgements() == ()
+    (info,) = store.list_recordings()
+    assert {s.policy for r in store.iterate(info.id, steps=True) for s in r.steps} == {"trial"}
+
+
+def test_boots_are_recordings_of_their_own(store: TraceStore, agent: Agent) -> None:
+    """Also one that began and ended while nobody followed, as its file says how it served."""
+    told: list[str] = []
+    agent.write(2)
+    follower(store, agent, told).once()
+    between = Agent(agent.folder, "bbbb", draft="medium")
+    between.file.write_text(json.dumps({"engine": between.engine}) + "\n")
+    between.write(3)
+    silent = Agent(agent.folder, "cccc")
+    silent.write(1)
+    last = Agent(agent.folder, "dddd")
+    last.write(4)
+    for file in agent.folder.glob("rounds-a*"):
+        os.utime(file, (BEGAN, BEGAN - 90_000))
+    one = follower(store, agent, told)
+    one.once()
+    infos = {info.options["boot"]: info for info in store.list_recordings()}
+    assert {boot: info.n_requests for boot, info in infos.items()} == {
+        agent.boot: 2, "bbbb": 3, "cccc": 1, "dddd": 4,
+    }  # fmt: skip
+    assert {boot for boot, info in infos.items() if info.state == "complete"} == {
+        agent.boot, "bbbb", "cccc",
+    }  # fmt: skip
+    steps = next(store.iterate(infos["bbbb"].id, steps=True)).steps
+    assert [step.draft for step in steps] == ["", "medium", "medium"]
+    assert "server cccc is taken to have served as dddd does" in told
+    assert not agent.file.exists()  # it ended more than a day ago
+    assert between.file.exists()
+
+
+def test_requests_are_forgotten_by_age_and_by_size(store: TraceStore, agent: Agent) -> None:
+    agent.write(700)  # a second each, from an hour ago on
+    follower(store, agent, []).once()
+    info = store.list_recordings()[0]
+    before = store.stored_bytes([PAIR.id])
+    later = replace(store, clock=lambda: datetime.fromtimestamp(BEGAN + 700, UTC))
+    by_age = follower(later, agent, [], limits=Limits(seconds=100))
+    by_age.once()
+    assert request_ids(store) == [f"r{n}" for n in range(600, 700)]
+    assert by_age.totals.forgotten == 600
+    limit = before // 70
+    by_size = follower(store, agent, [], limits=Limits(stored_bytes=limit))
+    by_size.once()
+    assert limit * 0.5 < store.stored_bytes([PAIR.id]) <= limit
+    assert request_ids(store)[-1] == "r699"
+    agent.write()
+    by_size.once()
+    assert request_ids(store)[-1] == "r700"
+    assert [i.id for i in store.list_recordings()] == [info.id]
+
+
+def test_kills_lose_and_double_nothing(door: Door, agent: Agent, tmp_path: Path) -> None:
+    """``kill -9`` amid reading and writing."""
+    end = threading.Event()
+
+    def serve() -> None:
+        while not end.is_set():
+            agent.write(20)
+            if agent.file.stat().st_size > 2 * CHUNK:
+                agent.number += 1
+            time.sleep(0.1)
+
+    writer = threading.Thread(target=serve)
+    writer.start()
+    chance = np.random.default_rng(0)
+    with opened(str(door.db)) as store:
+        try:
+            for _ in range(KILLS):
+                before = num_requests(store)
+                process: Started = door.start("follow", agent.folder, pair="demo")
+                eventually(lambda before=before: num_requests(store) > before)
+                time.sleep(float(chance.uniform(0, 0.3)))
+                process.kill()
+                assert process.wait(20) == -signal.SIGKILL
+        finally:
+            end.set()
+            writer.join()
+    door.json("follow", agent.folder, pair="demo", once=True)
+    with opened(str(door.db)) as store:
+        ids = request_ids(store)
+    assert sorted(ids) == sorted(f"r{n}" for n in range(agent.count))
+    assert len(list(agent.folder.glob("rounds-*"))) == 1
+    assert not list(agent.folder.glob(".*.part"))
+
+
+def test_ctrl_c_ends_it_cleanly(door: Door, agent: Agent) -> None:
+    agent.write(5)
+    process = door.start("follow", agent.folder, pair="demo", json=True)
+    process.stderr.readline()
+    with opened(str(door.db)) as store:
+        eventually(lambda: len(request_ids(store)) == 5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(30)
+    assert process.wait(30) == 0
+    assert json.loads(out)["requests"] == 5
+
+
+def test_a_database_file_that_is_gone_is_waited_for(tmp_path: Path, agent: Agent) -> None:
+    told: list[str] = []
+    file, stop = tmp_path / "traffic.db", threading.Event()
+    with open_database(str(file)) as database:
+        store = TraceStore(database)
+        one = follower(store, agent, told)
+        thread = threading.Thread(target=one.run, args=(stop,))
+        thread.start()
+        try:
+            agent.write(10)
+            eventually(lambda: one.totals.requests == 10)
+            aside = tmp_path / "aside"
+            aside.mkdir()
+            for part in tmp_path.glob("traffic.db*"):
+                part.rename(aside / part.name)
+            eventually(lambda: any("trying again" in line for line in told))
+            agent.write(10)
+            time.sleep(1)
+            assert not file.exists()  # none is made in its place
+            for part in aside.glob("traffic.db*"):
+                part.rename(tmp_path / part.name)
+            version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+            eventually(lambda: agent.policy().get("version") == version)
+            eventually(lambda: one.totals.requests == 20)
+        finally:
+            stop.set()
+            thread.join(20)
+        assert sorted(request_ids(store)) == sorted(f"r{n}" for n in range(20))
+    assert "requests: it works again" in told
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    binaries = server_binaries()
+    if binaries is None:
+        pytest.skip("a server that can be stopped needs PostgreSQL's own programs")
+    with closing(Server(binaries)) as server:
+        server.start()
+        yield server
+
+
+def test_a_server_that_restarts_is_waited_for(server: Server, agent: Agent) -> None:
+    told: list[str] = []
+    stop = threading.Event()
+    with opened(server.url) as store:
+        one = follower(store, agent, told)
+        thread = threading.Thread(target=one.run, args=(stop,))
+        thread.start()
+        try:
+            agent.write(10)
+            eventually(lambda: one.totals.requests == 10)
+            server.stop()
+            agent.write(10)
+            agent.number += 1
+            agent.write(10)
+            eventually(lambda: any("trying again" in line for line in told))
+            server.start()
+            eventually(lambda: one.totals.requests == 30)
+        finally:
+            stop.set()
+            thread.join(20)
+        assert sorted(request_ids(store)) == sorted(f"r{n}" for n in range(30))
+        eventually(lambda: "requests: it works again" in told)
+
+
+def test_what_is_wrong_is_one_line(door: Door, agent: Agent, tmp_path: Path) -> None:
+    assert "no such folder" in door.refused("follow", tmp_path / "none", once=True)
+    assert "a size is expected, such as" in door.refused("follow", agent.folder, keep_size="2 cows")
+    assert "all, none or a share" in door.refused("follow", agent.folder, texts="some")
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"target": PAIR.drafts["small"], "drafts": {}}))
+    line = door.refused("follow", agent.folder, pair=other, once=True)
+    assert "the pair's target is" in line
+    (agent.folder / "status.json").write_text('{"boot": "x"}')
+    line = door.refused("follow", agent.folder, pair="demo", once=True)
+    assert "status.json: engine: Field required" in line

@@ -1,0 +1,199 @@
+"""What `follow` brings in from the folder of an engine's agent: the requests, and in the same
+transaction up to where its files are read, so that a kill loses and doubles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, func, select, tuple_
+from sqlalchemy.orm import Session
+
+from spectune.db import NotFoundError
+from spectune.traces.recording import Asked
+from spectune.traces.schema import Step
+from spectune.traces.store.recordings import trajectory_columns
+from spectune.traces.store.rows import Storage, insert, insert_absent, is_stored
+from spectune.traces.tables import (
+    FollowedServer,
+    Panorama,
+    Publication,
+    Recording,
+    Trajectory,
+)
+
+BATCH = 500
+"""Requests that one transaction forgets."""
+Figures = dict[str, dict[str, dict[str, float]]]
+"""Sums over requests whose texts are not stored, by category and policy id."""
+
+
+class Place(NamedTuple):
+    """Up to where the files of a server are in: the number of a file, and bytes of it."""
+
+    file: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A served request: the digest of what its recording is asked for, and when it ended."""
+
+    recording: str
+    trajectory: Trajectory
+    steps: Sequence[Step]
+    ended_at: datetime
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What stands in the files of a server between two places; ``recordings`` by digest."""
+
+    requests: Sequence[Arrived] = ()
+    recordings: Mapping[str, Asked] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
+    skipped: int = 0
+
+
+class Followed(Storage):
+    """Servers that are followed, and their requests."""
+
+    def followed_server(self, boot: str) -> FollowedServer | None:
+        """A boot of a server, or None."""
+        with self.database.read() as session:
+            return session.get(FollowedServer, boot)
+
+    def follow_server(self, boot: str, pair_id: str, engine: Mapping[str, Any]) -> FollowedServer:
+        """The row of a boot, which is stored where there is none yet."""
+        values = {"boot": boot, "pair_id": pair_id, "engine": dict(engine), "file": 0, "bytes": 0}
+        values |= {"requests": 0, "skipped": 0, "recordings": {}, "figures": {}}
+        with self.database.write() as session:
+            insert_absent(session, FollowedServer, {**values, "created_at": self.clock()})
+            return session.get_one(FollowedServer, boot)
+
+    def bring_in(
+        self, server: FollowedServer, end: Place, arrivals: Arrivals
+    ) -> FollowedServer | None:
+        """Stores what stands in the files up to ``end``, in one transaction: the row as it is then.
+        None, changing nothing, where another process has brought it in meanwhile. Raises
+        NotFoundError where the server's row is gone."""
+        with self.database.write() as session:
+            row = session.get(FollowedServer, server.boot, with_for_update=True)
+            if row is None:
+                raise NotFoundError(f"nothing is stored of the server {server.boot}")
+            if (row.file, row.bytes) != (server.file, server.bytes):
+                return None
+            names: dict[str, str] = dict(row.recordings)
+            for digest, recording in arrivals.recordings.items():
+                if not is_stored(session, Recording.id, names.get(digest)):
+                    names[digest] = self._begin(session, digest, recording)
+            number = row.requests
+            rows = []
+            for request in arrivals.requests:
+                rows.append(
+                    {
+                        **trajectory_columns(request.trajectory, request.steps),
+                        "recording_id": names[request.recording],
+                        "ordinal": number,
+                        "created_at": request.ended_at,
+                    }
+                )
+                number += 1
+            if rows:
+                session.execute(insert(session, Trajectory.__table__), rows)
+            row.recordings, row.requests = names, number
+            row.figures = added(row.figures, arrivals.figures)
+            row.skipped += arrivals.skipped
+            row.file, row.bytes = end
+            return row
+
+    def _begin(self, session: Session, digest: str, recording: Asked) -> str:
+        columns = {**vars(recording), "options": dict(recording.options), "asked_sha256": digest}
+        return self._put_new(session, Recording, "rec", **columns, state="recording")
+
+    def published_policy_id(self, version: int) -> str | None:
+        """The id of the policy of a publication, None where there is no such publication."""
+        query = select(Publication.policy_id).where(Publication.version == version)
+        with self.database.read() as session:
+            return session.scalar(query)
+
+    def forget(
+        self,
+        pair_ids: Collection[str],
+        *,
+        before: datetime | None = None,
+        most_bytes: int | None = None,
+    ) -> int:
+        """Removes requests of what was followed of these pairs, and of copies that tunings gathered
+        of it, oldest first: those that ended ``before`` a moment (copies: were made), and those
+        beyond ``most_bytes`` of texts, rounds and panoramas. Returns how many."""
+        with self.database.read() as session:
+            names = self._recordings_of(session, pair_ids)
+            excess = 0 if most_bytes is None else self._bytes(session, names) - most_bytes
+        t, removed = Trajectory, 0
+        oldest = (
+            select(t.recording_id, t.ordinal, t.created_at, _request_bytes())
+            .where(t.recording_id.in_(names))
+            .order_by(t.created_at, t.recording_id, t.ordinal)
+            .limit(BATCH)
+        )
+        while names:
+            with self.database.write() as session:
+                keys = []
+                for name, ordinal, ended_at, size in session.execute(oldest):
+                    if not (excess > 0 or (before is not None and ended_at < before)):
+                        break
+                    keys.append((name, ordinal))
+                    excess -= size
+                if keys:
+                    session.execute(delete(t).where(tuple_(t.recording_id, t.ordinal).in_(keys)))
+            removed += len(keys)
+            if len(keys) < BATCH:
+                break
+        return removed
+
+    def stored_bytes(self, pair_ids: Collection[str]) -> int:
+        """Bytes of texts, rounds and panoramas that :meth:`forget` may remove."""
+        with self.database.read() as session:
+            return self._bytes(session, self._recordings_of(session, pair_ids))
+
+    def _recordings_of(self, session: Session, pair_ids: Collection[str]) -> list[str]:
+        f, r = FollowedServer, Recording
+        ids = {
+            name
+            for names in session.scalars(select(f.recordings).where(f.pair_id.in_(pair_ids)))
+            for name in names.values()
+        }
+        gathered = select(r.id).where(r.source == "gathered", r.pair_id.in_(pair_ids))
+        return sorted(ids | set(session.scalars(gathered)))
+
+    def _bytes(self, session: Session, names: Collection[str]) -> int:
+        t, p = Trajectory, Panorama
+        texts = func.sum(func.length(t.tokens) + func.coalesce(func.length(t.steps), 0))
+        of_texts = session.scalar(select(texts).where(t.recording_id.in_(names)))
+        tries = select(func.sum(func.length(p.trie))).where(p.recording_id.in_(names))
+        return int(of_texts or 0) + int(session.scalar(tries) or 0)
+
+
+def added(figures: Figures, further: Figures) -> Figures:
+    """The sums of both."""
+    total = {name: {p: dict(sums) for p, sums in of.items()} for name, of in figures.items()}
+    for name, policies in further.items():
+        for policy, sums in policies.items():
+            into = total.setdefault(name, {}).setdefault(policy, {})
+            for key, value in sums.items():
+                into[key] = into.get(key, 0) + value
+    return total
+
+
+def _request_bytes() -> Any:
+    """Bytes of a request's text, rounds and panoramas."""
+    t, p = Trajectory, Panorama
+    tries = (
+        select(func.coalesce(func.sum(func.length(p.trie)), 0))
+        .where(p.recording_id == t.recording_id, p.ordinal == t.ordinal)
+        .scalar_subquery()
+    )
+    return func.length(t.tokens) + func.coalesce(func.length(t.steps), 0) + tries
