@@ -12,6 +12,7 @@ from lab import SAMPLINGS, chains, demo, gpt2, requests, say, spread_over, trees
 from synthetic import flat_profile
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
+from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
@@ -58,7 +59,9 @@ def plain_policies(pair: LoadedPair, each: int) -> list[Policy]:
     """Up to ``each`` chains and as many trees of every draft, of those that need nothing fitted."""
     found = []
     for draft in pair.draft_names:
-        kinds = [chains(draft)] if draft == "ngram" else [chains(draft), trees(draft, None)]
+        kinds = (
+            [chains(draft)] if draft == "ngram" else [chains(draft), trees(draft, DraftLimits())]
+        )
         found += [parse_policy(d) for kind in kinds for d in spread_over(kind, each)]
     return found
 

@@ -375,7 +375,7 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     read = from_document(Scheduled, added["settings"], "nightly")
     assert read.fresh
     assert tune_options(read) == TuneOptions(
-        DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
+        options=DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
         budget_s=300.0,
         deployment="canary",
         **searched,
