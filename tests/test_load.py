@@ -110,7 +110,8 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     what, command = last.stdout.splitlines()[-2:]
     assert what == "# publishes it"
     words = shlex.split(command)
-    assert server.json(*words[1:], "--pair", "demo")["version"] == 1
+    assert words[:3] == ["spectune", "--db", str(server.db)]
+    assert server.json(*words[3:], "--pair", "demo")["version"] == 1
 
 
 def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -14,6 +15,7 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     Talk,
     deployment_for,
+    next_command,
     open_store,
     pair_of,
     recording_on,
@@ -104,14 +106,14 @@ def tune_load(s: Tune, talk: Talk) -> Result:
         if not s.execute or spec is None:
             why = "predicted alone; --execute proves and publishes"
             result = _search_result(search, {"published": None, "reason": why}, talk)
-            return replace(result, text=result.text + _next(search.trial.policy, place))
+            return replace(result, text=result.text + _next(search.trial.policy, place, s))
         quiet_transformers(talk)
         options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
         servers = with_servers(search, spec, s.threads)
         tuned, figures = prove_load(store, servers, place, options, progress=talk.progress)
     predicted = _search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
     executed = tuning_result(tuned)
-    lines = [predicted.text, executed.text, _concluded(search, tuned, place)]
+    lines = [predicted.text, executed.text, _concluded(search, tuned, place, s)]
     tables = [*predicted.tables, *executed.tables]
     return Result("\n".join(lines), predicted.data, executed.rows, tables)
 
@@ -154,12 +156,12 @@ def _search_result(search: LoadSearch, more: Mapping[str, Any], talk: Talk) -> R
     return Result("\n".join(lines), {**search.to_json(), **more}, rows, [table])
 
 
-def _concluded(search: LoadSearch, tuned: Tuned, place: Place) -> str:
+def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune) -> str:
     """What is in force now, and what to type next."""
     there = f"--deployment {place.deployment} --device {place.device}"
-    hints = [(f"spectune report {tuned.study}", "the page of this tuning")]
+    hints = [(next_command(s, f"report {tuned.study}"), "the page of this tuning")]
     if tuned.published:
-        look = f"spectune policies show active {there}"
+        look = next_command(s, f"policies show active {there}", "pair")
         hints.insert(0, (look, "the published policy, and its evidence"))
     where = f"in deployment {place.deployment} on {place.device}"
     text = closing(tuned.to_json(), where, hints)
@@ -171,14 +173,15 @@ def _concluded(search: LoadSearch, tuned: Tuned, place: Place) -> str:
     return text
 
 
-def _next(policy: Policy, place: Place) -> str:
+def _next(policy: Policy, place: Place, s: Tune) -> str:
     """The command that puts in force what is proposed, unless it is."""
     if place.over is not None and place.over.policy_id == policy.id:
         return ""
     document = policy.model_dump(mode="json", include={"draft", "window"})
     name = "autoregressive" if policy.draft == "none" else json.dumps(document)
     there = f"--deployment {place.deployment} --device {place.device}"
-    return f"\n# publishes it\nspectune policies activate {there} '{name}'"
+    command = next_command(s, f"policies activate {there} {shlex.quote(name)}", "pair")
+    return f"\n# publishes it\n{command}"
 
 
 def _share(trial: Trial | None, best: Trial, load: str) -> str:

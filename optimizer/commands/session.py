@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,14 @@ from spectune.traces.schema import Step
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import DESIGNED, Recording
 from spectune.traces.text import shortened
+
+
+def next_command(s: Settings, words: str, *keys: str) -> str:
+    """A command to type next, on the database that was typed and with these of what was."""
+    door = f"spectune --db {shlex.quote(s.db)}" if s.typed("db") else "spectune"
+    place = {key: getattr(s, key) for key in keys if s.typed(key)}
+    typed = (f" --{k} {shlex.quote(v)}" for k, v in place.items() if isinstance(v, str))
+    return f"{door} {words}{''.join(typed)}"
 
 
 def warn(line: str) -> None:

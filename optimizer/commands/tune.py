@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from spectune.optimizer.commands.session import (
     DECODED,
     Talk,
     check_writable,
+    next_command,
     open_store,
     pair_of,
 )
@@ -132,10 +132,7 @@ def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
         look = ("policies show active", "the published policy, and its evidence")
     elif winner != data["baselines"]["incumbent"]["id"] and not data["blocked"]:
         then = (f"policies activate {winner}", "publishes the winner")
-    place = {key: getattr(s, key) for key in ("pair", "deployment") if s.typed(key)}
-    at = "".join(f" --{k} {shlex.quote(v)}" for k, v in place.items() if isinstance(v, str))
-    door = f"spectune --db {shlex.quote(s.db)}" if s.typed("db") else "spectune"
-    hints = [(f"{door} {words}{at}", why) for words, why in (look, then)]
+    hints = [(next_command(s, words, "pair", "deployment"), why) for words, why in (look, then)]
     if page is not None:
         hints.append(
             (page, "predicted against measured, the race, latency, what was tried: open it")
