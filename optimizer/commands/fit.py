@@ -40,14 +40,14 @@ def fit(s: Fit, talk: Talk) -> Result:
     keys = {**TREES, **HEADS}.get(s.kind, (None, ()))[1]
     unused = [f"fit.{key}" for key in type(s.fit).model_fields if key not in keys]
     talk.no_effect(s, f"on {s.kind}", *unused)
-    how = {key: v for key in keys if (v := getattr(s.fit, key)) not in (None, ())}
+    options = {key: v for key in keys if (v := getattr(s.fit, key)) not in (None, ())}
     with open_store(s, create=s.kind not in TREES) as store:
         if s.kind == "chooser":
             stored = _chooser(store, s, talk)
         elif s.kind in TREES:
-            stored = _trees(store, s, talk, how)
+            stored = _trees(store, s, talk, options)
         else:
-            stored = _head(store, s, talk, how)
+            stored = _head(store, s, talk, options)
     return fit_result(stored)
 
 
@@ -61,17 +61,17 @@ def _recording(store: TraceStore, s: Fit, talk: Talk) -> str:
     return gather(store, store.get_recording(name).pair_id, window, key=key, tell=talk.tell)
 
 
-def _trees(store: TraceStore, s: Fit, talk: Talk, how: dict[str, Any]) -> StoredFit:
+def _trees(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> StoredFit:
     if s.draft is None:
         raise ConfigError("--draft is needed: whose trees are fitted to")
     if s.kind == "static-tree":
-        how["profile"] = s.profile
+        options["profile"] = s.profile
     source = tree_source(store, _recording(store, s, talk), s.draft)
-    stored: StoredFit = TREES[s.kind][0](source, progress=talk.progress, **how)
+    stored: StoredFit = TREES[s.kind][0](source, progress=talk.progress, **options)
     return stored
 
 
-def _head(store: TraceStore, s: Fit, talk: Talk, how: dict[str, Any]) -> StoredFit:
+def _head(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> StoredFit:
     """A fit that reads the pair itself; frequencies are every draft's."""
     if s.kind == "router" and s.draft is None:
         raise ConfigError("--draft is needed: whose output head is fitted to")
@@ -79,10 +79,10 @@ def _head(store: TraceStore, s: Fit, talk: Talk, how: dict[str, Any]) -> StoredF
     pair = load(s, pair_of(s, store, recording or None), talk, notes=False)
     drafts = (s.draft,) if s.kind == "router" and s.draft is not None else ()
     if s.kind == "frequencies":
-        how["corpus"] = s.corpus
+        options["corpus"] = s.corpus
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     function = HEADS[s.kind][0]
-    stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **how)
+    stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **options)
     return stored
 
 
@@ -96,8 +96,8 @@ def _chooser(store: TraceStore, s: Fit, talk: Talk) -> StoredFit:
             raise PolicyError(f"--policy {name}: give different policies without by_prompt")
         policies[policy.id] = policy
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
-    how: dict[str, Any] = {"profile": s.profile, "progress": talk.progress}
-    return fit_recorded(store, recording, pair, tuple(policies.values()), **how)
+    options: dict[str, Any] = {"profile": s.profile, "progress": talk.progress}
+    return fit_recorded(store, recording, pair, tuple(policies.values()), **options)
 
 
 def fit_result(stored: StoredFit) -> Result:

@@ -65,32 +65,32 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> li
         draft = next((s.draft for s in r.steps if s.draft), "")
         drafts[draft] += 1
         for before, s, after in zip((None, *r.steps), r.steps, (*r.steps[1:], None), strict=False):
-            own = (s.drafted + 1, 0, prompt + s.start - 1) if before else (0, prompt, 0)
+            tokens = (s.drafted + 1, 0, prompt + s.start - 1) if before else (0, prompt, 0)
             following = after.drafted if after else -1
             before_s = before.ended_s if before else 0.0
             rounds.setdefault(s.ended_s, []).append(
-                _Round(s.batch, *own, s.drafted, following, before_s, s.round_s, draft)
+                _Round(s.batch, *tokens, s.drafted, following, before_s, s.round_s, draft)
             )
     rounds.pop(0.0, None)  # when it ended was not recorded
     loaded = next((name for name, _ in drafts.most_common() if name and rules.drafts_after), "")
-    found: list[ServedStep] = []
+    served: list[ServedStep] = []
     for ended_s, members in rounds.items():
         load = _load_of(members, next((m.draft for m in members if m.draft), loaded), rules)
         before_s = max(m.before_s for m in members)
         seconds = ended_s - before_s if before_s else min(m.round_s for m in members)
         if load is not None and seconds > 0:
-            found.append((load, seconds))
-    return found
+            served.append((load, seconds))
+    return served
 
 
 def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> StepLoad | None:
-    batch, known = max(m.batch for m in members), len(members)
+    batch, recorded = max(m.batch for m in members), len(members)
     drafted = max(m.following if rules.drafts_after else m.drafted for m in members)
     read = sum(m.rows + m.prompt for m in members)
-    if 2 * known < batch or drafted < 0 or read > rules.max_batched_tokens:
+    if 2 * recorded < batch or drafted < 0 or read > rules.max_batched_tokens:
         return None
     decoded, prompt = [m for m in members if m.rows], sum(m.prompt for m in members)
-    all_of = 1 + ((batch - known) / max(1, len(decoded)) if decoded else 0.0)
+    all_of = 1 + ((batch - recorded) / max(1, len(decoded)) if decoded else 0.0)
     rows, cached = sum(m.rows for m in decoded), sum(m.cached for m in decoded)
     return StepLoad(draft, rows * all_of, prompt, batch, cached * all_of, drafted)
 
@@ -118,14 +118,14 @@ class ServedCosts:
         """The costs of the steps of an engine that has loaded ``draft`` and drafts ``gammas``.
         Raises PolicyError where too little was served to know them, with what to record."""
         if draft not in self.passes:
-            known = ", ".join(d or "no draft" for d in self.drafts)
+            names = ", ".join(d or "no draft" for d in self.drafts)
             if not draft:
                 raise PolicyError(
-                    f"no steps of this engine without a draft were recorded (with: {known}): "
+                    f"no steps of this engine without a draft were recorded (with: {names}): "
                     f"restart it without the draft for a while, or serve by {self.served_by}"
                 )
             raise PolicyError(
-                f"no steps of this engine with draft {draft!r} were recorded (with: {known}); "
+                f"no steps of this engine with draft {draft!r} were recorded (with: {names}); "
                 f"serve with it for a while, or by {self.served_by}"
             )
         least, most = self.passes[draft]
@@ -165,9 +165,12 @@ def fit_served(
     batches: dict[str, tuple[int, int]] = {}
     predicted = np.zeros(len(chosen))
     for draft in dict.fromkeys(load.draft for load in picked):
-        own = [load for load, _ in steps if load.draft == draft]
-        drafted, together = sorted(load.passes for load in own), sorted(load.batch for load in own)
-        few = min(LEAST_STEPS, len(own)) - 1
+        loads = [load for load, _ in steps if load.draft == draft]
+        drafted, together = (
+            sorted(load.passes for load in loads),
+            sorted(load.batch for load in loads),
+        )
+        few = min(LEAST_STEPS, len(loads)) - 1
         passes[draft] = int(drafted[0]), int(drafted[-1])
         batches[draft] = int(together[few]), int(together[-1 - few])
         costs = step_costs(profile, draft)
@@ -190,9 +193,9 @@ def _check(predicted: FloatArray, executed: FloatArray, steps: int) -> dict[str,
 def _made_by(info: Recording) -> tuple[Any, ...]:
     """What recordings whose steps cost the same have in common. Old ones do not name their
     hardware."""
-    said = {"device": "cpu", **info.options}
+    options = {"device": "cpu", **info.options}
     names = ("engine", "engine_version", "device", "dtype", "hardware")
-    return tuple(said.get(name) for name in names)
+    return tuple(options.get(name) for name in names)
 
 
 def costs_of_engine(store: TraceStore, info: Recording) -> ServedCosts:
@@ -201,17 +204,19 @@ def costs_of_engine(store: TraceStore, info: Recording) -> ServedCosts:
 
     Raises TraceError where too few steps were recorded with their times.
     """
-    known = [i for i in store.list_recordings(info.pair_id) if i.engine == info.engine]
-    same = [i for i in known if _made_by(i) == _made_by(info)]
-    own = info.options.get("hardware")
-    others = {str(i.options["hardware"]) for i in known if "hardware" in i.options} - {own}
+    recordings = [i for i in store.list_recordings(info.pair_id) if i.engine == info.engine]
+    same = [i for i in recordings if _made_by(i) == _made_by(info)]
+    hardware = info.options.get("hardware")
+    every = {str(i.options["hardware"]) for i in recordings if "hardware" in i.options}
+    elsewhere = "; ".join(sorted(every - {hardware}))
     served_by = f"`profile --engine {info.engine}`"
-    if own and others:
-        served_by += f"; on {own}, as steps on {'; '.join(sorted(others))} tell nothing of it"
+    if hardware and elsewhere:
+        served_by += f"; on {hardware}, as steps on {elsewhere} tell nothing of it"
     steps: list[ServedStep] = []
-    for found in same[:POOLED]:
-        kept = store.load(found.id, (), steps=True, skip_corrupted=True).requests
-        steps += served_steps(kept, rules_of(found.engine, found.options.get("serving")))
+    for recording in same[:POOLED]:
+        requests = store.load(recording.id, (), steps=True, skip_corrupted=True).requests
+        rules = rules_of(recording.engine, recording.options.get("serving"))
+        steps += served_steps(requests, rules)
     device = str(info.options.get("device", "cpu"))
     dtype = str(info.options.get("dtype", ""))
     return fit_served(steps, info.pair_id, device, dtype, served_by)

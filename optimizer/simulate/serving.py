@@ -119,39 +119,39 @@ def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> 
 
 
 @compiled(inline=True)
-def _emit(queue: Queue, state: State, found: Found, r: int, drafted: int, now: float) -> bool:
+def _emit(queue: Queue, state: State, results: Found, r: int, drafted: int, now: float) -> bool:
     """A request gets the results of its step; whether its text has ended."""
     t, out = queue.text[r], state.out[r]
     state.flying[r] -= 1
     if out == 0:
-        found.first[r] = now
+        results.first[r] = now
         state.out[r] = 1
     else:
         accepted = min(int(queue.words[queue.begins[t] + out - 1]) & 255, drafted)
         emitted = min(accepted + 1, queue.lengths[t] - out)
         state.out[r] += emitted
-        found.counts[r, 0] += 1
-        found.counts[r, 1] += min(accepted, emitted)
-        found.counts[r, 2] += drafted
+        results.counts[r, 0] += 1
+        results.counts[r, 1] += min(accepted, emitted)
+        results.counts[r, 2] += drafted
     if state.out[r] < queue.lengths[t]:
         return False
-    found.finished[r] = now
+    results.finished[r] = now
     return True
 
 
 @compiled(inline=True)
 def _held(state: State, running: int) -> int:
     """Tokens in the cache, and those that may come into it with the next step."""
-    held = 0
+    tokens = 0
     for n in range(running):
         r = state.running[n]
-        held += state.read[r] + state.out[r] + state.gamma[r]
-    return held
+        tokens += state.read[r] + state.out[r] + state.gamma[r]
+    return tokens
 
 
 @compiled()
 def serve_queue(
-    queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, found: Found
+    queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, results: Found
 ) -> tuple[int, int, float]:
     """Serves the whole queue: how many steps and rounds that took, and when the cache was too small
     (-1: it never was).
@@ -184,8 +184,8 @@ def serve_queue(
             if new == 0:
                 continue
             drafted, cached = _put(queue, state, slot, size, r, new)
-            if len(found.members) > 0:
-                member = found.members[rounds]
+            if len(results.members) > 0:
+                member = results.members[rounds]
                 member[0], member[1], member[2] = steps, r, drafted
             prompts += new if reading else 0
             rows += 0 if reading else new
@@ -199,8 +199,8 @@ def serve_queue(
                     state.gamma[state.queue[slot, n, 0]] = gamma
             passes = gamma if rules.drafts_after else most
             busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
-            state.sizes[slot], state.ends[slot], found.ends[steps] = size, busy, busy
-            row = found.steps[steps]
+            state.sizes[slot], state.ends[slot], results.ends[steps] = size, busy, busy
+            row = results.steps[steps]
             row[0], row[1], row[2], row[3], row[4] = size, rows, prompts, context, passes
             steps, flying = steps + 1, flying + 1
             if rules.cache_tokens > 0 and _held(state, running) > rules.cache_tokens:
@@ -217,16 +217,16 @@ def serve_queue(
         now = max(now, state.ends[head])
         for n in range(state.sizes[head]):
             r, drafted = state.queue[head, n, 0], state.queue[head, n, 1]
-            if drafted < 0 or found.finished[r] >= 0:
+            if drafted < 0 or results.finished[r] >= 0:
                 continue
-            if _emit(queue, state, found, r, drafted, now) and queue.clients > 0 and sent < total:
+            if _emit(queue, state, results, r, drafted, now) and queue.clients > 0 and sent < total:
                 queue.arrived[sent] = max(now, queue.arrived[sent - 1]) + rules.reply_s
                 sent += 1
-        kept = 0
+        count = 0
         for n in range(running):
-            state.running[kept] = state.running[n]
-            kept += 0 if found.finished[state.running[n]] >= 0 else 1
-        running, head, flying = kept, (head + 1) % slots, flying - 1
+            state.running[count] = state.running[n]
+            count += 0 if results.finished[state.running[n]] >= 0 else 1
+        running, head, flying = count, (head + 1) % slots, flying - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,22 +291,24 @@ def serve(
         raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
     # Every step brings a request on, or reads as much as fits.
     most = int((lengths[text] + 2 + prompts[text] // room).sum())
-    found = Found(
+    results = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
         np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most),
         np.zeros((2 * most if members else 0, 3), np.int64),
     )  # fmt: skip
     table, state = np.array(gammas, np.int64), _fresh(count, rules)
-    steps, rounds, full = serve_queue(queue, rules, table, costs, state, found)
+    steps, rounds, full = serve_queue(queue, rules, table, costs, state, results)
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "
             "tokens of the engine's cache, which then puts some of them back; that is not "
             "simulated: ask for fewer requests at a time, or a lower rate"
         )
-    served = Served(arrived, found.first, found.finished, lengths[text])
-    kept = found.members[: rounds if members else 0]
-    return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], kept)
+    served = Served(arrived, results.first, results.finished, lengths[text])
+    served_members = results.members[: rounds if members else 0]
+    return Simulated(
+        served, results.counts, results.steps[:steps], results.ends[:steps], served_members
+    )
 
 
 def _fresh(count: int, rules: ServingRules) -> State:
