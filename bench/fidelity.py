@@ -70,10 +70,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     both = seconds_of(first, second)
     means = {p: ((one + other) / 2)[:, None] for p, (one, other) in both.items()}
     expected = [
-        {
-            p.id: run_replay(part, p, profile, artifacts=lab.find, approximate=True).seconds
-            for p in every
-        }
+        {p.id: run_replay(part, p, profile, artifacts=lab.find).seconds for p in every}
         for profile in profiles
     ]
     factors = [common_factor(Timings(means, seconds)) for seconds in expected]

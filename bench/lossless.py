@@ -64,7 +64,7 @@ def chosen(lab: Lab, turn: int, each: int) -> Iterator[Policy]:
 def compared(lab: Lab, trace: ReplayTrace, policy: Policy, limit: int) -> dict[str, Any]:
     """A policy replayed and executed on the first ``limit`` recorded requests: texts and rounds
     that differ, and the tokens a round of both."""
-    how: dict[str, Any] = {"artifacts": lab.find, "approximate": True, "per_round": True}
+    how: dict[str, Any] = {"artifacts": lab.find, "per_round": True}
     replayed = run_replay(trace.select(range(limit)), policy, lab.profile, **how)
     decoded = lab.decode(policy, lab.encoded(limit))
     recorded = trace.trajectories[:limit]
