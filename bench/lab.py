@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
@@ -360,10 +361,9 @@ def _profile(
 
 def measured(store: TraceStore, pair: LoadedPair, recording: str) -> LatencyProfile:
     """A new profile on the recording's texts."""
-    texts = store.load(recording, []).trajectories
-    return profile_for(
-        store, pair, tuple(pair.draft_names), gamma_max=GAMMA, trajectories=texts, fresh=True
-    )
+    about: dict[str, Any] = {"gamma_max": GAMMA, "since": datetime.now(UTC)}
+    about["trajectories"] = store.load(recording, []).trajectories
+    return profile_for(store, pair, tuple(pair.draft_names), **about)
 
 
 # ------------------------------------------------------------------------------- rounds and seconds
