@@ -75,7 +75,7 @@ def _against_fixed(
     policies = {p.id: p for p in [winner, *exhaustive]}
     profile = store.get_profile(tuned.profile)
     trace = open_trace(store, tuned.recording, drafts=pair.draft_names).trace
-    bench = NativeBench(pair, trace, Parts([], list(range(12)), []), profile)
+    bench = NativeBench(pair, trace, Parts([], [], list(range(12)), []), profile)
     compared = race(
         bench,
         list(policies.values()),
