@@ -27,7 +27,8 @@ from spectune.optimizer.profiles import (
 from spectune.optimizer.record import texts_to_profile
 from spectune.optimizer.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
-from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
 from spectune.runtime.profiling import (
     ACCEPTED_ERROR,
     measure_profile,
@@ -208,6 +209,15 @@ def test_a_profile_is_measured_on_the_newest_recording_with_texts(store: TraceSt
     assert texts_to_profile(store, "other", None) == (None, ())
     with pytest.raises(TraceError, match="holds no text"):
         texts_to_profile(store, "p", made[1])
+
+
+def test_shortlists_are_measured_where_no_tree_is() -> None:
+    """Chains alone, as `tune --quick` without a head: the demo's draft has tokens enough."""
+    pair = load_pair(read_pair("demo"), device="cpu", drafts=["small"])
+    profile = measure_profile(pair, gamma_max=2, contexts=(32,), trees=False)
+    for routed in (False, True):
+        size, *_ = profile.shortlist_sizes("small", routed=routed)
+        assert np.isfinite(profile.shortlist_seconds("small", size, routed=routed))
 
 
 def test_contexts_are_quantiles_of_what_is_served() -> None:

@@ -210,7 +210,9 @@ def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list
     for name in pair.draft_names:
         cells = _chains(pair, name, gamma_max) if name in pair.chain_drafts else []
         if trees and name != "ngram":
-            cells += [*_trees(pair, name), *_shortlists(pair, name, gamma_max)]
+            cells += _trees(pair, name)
+        if cells and name != "ngram":
+            cells += _shortlists(pair, name, gamma_max)
         if cells:
             by_draft[name] = [*cells, *[cell_of(pair, AUTOREGRESSIVE)] * 3]
     return by_draft
