@@ -117,10 +117,10 @@ def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
     """A workload where speculation cannot pay: the only draft is as large as the target."""
     store = stored(state / "regret-none.db", fresh=True)
     spec = PairSpec(name="twin", target=pair.spec.target, drafts={"twin": pair.spec.target})
-    twin = load_pair(spec, device="cpu")
+    twin = load_pair(spec, device="cpu", drafts=["twin"])
     options = DecodeOptions(Sampling(), 8 if quick else 32)
-    how: dict[str, Any] = {"drafts": ("twin",), "trials": 4 if quick else 50, "gamma_max": 8}
-    wanted = TuneOptions(options=options, budget_s=20.0, tree_width=0, **how)
-    tune(store, twin, requests(18), wanted)
+    trials = 4 if quick else 50
+    few = TuneOptions(options=options, budget_s=20.0, tree_width=0, trials=trials, gamma_max=8)
+    tune(store, twin, requests(18), few)
     policy = _published(store, twin)
     return {"published": policy.label(), "speculates": policy.speculates}
