@@ -38,16 +38,16 @@ SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 class Steps:
     """vLLM's engine in this process, a step at a time, and every output of its scheduler."""
 
-    def __init__(self, scheduler: str | None) -> None:
+    def __init__(self, scheduler: str | None, ngram: bool) -> None:
         spec = read_pair("demo")
+        drafting = {"method": "draft_model", "model": dict(spec.drafts)["small"]}
+        if ngram:
+            drafting = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=spec.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
                 enforce_eager=True, max_num_batched_tokens=160, scheduler_cls=scheduler,
-                speculative_config={
-                    "method": "draft_model", "model": dict(spec.drafts)["small"],
-                    "num_speculative_tokens": MOST,
-                },
+                speculative_config={**drafting, "num_speculative_tokens": MOST},
             )
         )  # fmt: skip
         self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
@@ -84,14 +84,16 @@ class Steps:
 
 
 @contextmanager
-def engine(folder: Path | None, scheduler: str | None = SCHEDULER) -> Iterator[Steps]:
+def engine(
+    folder: Path | None, scheduler: str | None = SCHEDULER, *, ngram: bool = False
+) -> Iterator[Steps]:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1", "SPECTUNE_FOLDER": str(folder or ""),
     }  # fmt: skip
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
     try:
-        steps = Steps(scheduler)
+        steps = Steps(scheduler, ngram)
     finally:
         sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
     try:
@@ -134,6 +136,18 @@ def test_without_a_policy_every_step_is_vllms_own(tmp_path: Path) -> None:
     assert len(ours) >= 2000
     assert ours == own
     assert our_texts == own_texts
+
+
+def test_a_server_that_does_not_schedule_ahead_stays_as_it_is(tmp_path: Path) -> None:
+    """With prompt lookup vLLM takes its synchronous scheduler, of which ours is no subclass."""
+    runs = []
+    for scheduler in (None, SCHEDULER):
+        with engine(tmp_path, scheduler, ngram=True) as steps:
+            assert not steps.llm.vllm_config.scheduler_config.async_scheduling
+            texts = steps.serve(PROMPTS[:24])
+            runs.append((steps.outputs, texts))
+    assert len(runs[0][0]) > 100
+    assert runs[0] == runs[1]
 
 
 def check_lines(noted: list[dict[str, Any]], texts: list[list[int]]) -> None:
