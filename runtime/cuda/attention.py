@@ -23,6 +23,8 @@ MOST_QUERIES: Final = NODE_LIMIT + 1
 libraries' kernels."""
 MOST_ROW_BYTES: Final = 512
 """Of one key."""
+MOST_PARTIAL_ROWS: Final = 8192
+"""Rows of partial results, 4 MiB of 128 numbers each, which are written and read again."""
 LAUNCH: Final = {"num_stages": 2, "num_warps": 4}
 LOG2_E: Final = 1.4426950408889634
 
@@ -30,11 +32,12 @@ LOG2_E: Final = 1.4426950408889634
 def blocks_for(rows: int, kv_heads: int, row_bytes: int, multiprocessors: int) -> Any:
     """How attention is cut: a program takes ROWS of the ``rows`` (query, query head) pairs of one
     key-value head and, KEYS at a time, one of SPLITS parts of the cache. A long cache gives every
-    multiprocessor two programs; none needs more than 99 KiB of shared memory, which all GPUs have
-    from compute capability 8.0 on."""
+    multiprocessor up to two programs, as many as partial results stay few; none needs more than 99
+    KiB of shared memory, which all GPUs have from compute capability 8.0 on."""
     block = min(64 if row_bytes <= 256 else 32, max(16, power_of_two(rows)))
     programs = kv_heads * -(-rows // block)
-    splits = max(1, min(64, 2 * multiprocessors // programs))
+    few = MOST_PARTIAL_ROWS // (rows * kv_heads)
+    splits = max(1, min(64, few, 2 * multiprocessors // programs))
     keys = 64 if block == 64 else 32
     return {"ROWS": block, "KEYS": keys, "SPLITS": 1 << (splits.bit_length() - 1)}
 

@@ -80,7 +80,7 @@ class GrowingTree:
         """Starts a tree of ``depth`` levels, which HeteroSpec may extend up to ``limit``, both
         int64 [1]."""
         self.limit.copy_(limit)
-        self.place[0, 0], self.phi[0, 0] = ROOT, 0
+        self.place[0, :1], self.phi[0, :1] = ROOT, 0  # slices are filled; an element is copied to
         for count in (self.levels, self.steps, self.bin_phi):
             count.zero_()
         self.bin.fill_(NO_BIN)
@@ -206,7 +206,7 @@ class GrowingTree:
             place = place.masked_fill((place < 0) | (self.steps <= level), pool)
             read = read.index_put((place,), torch.arange(begin, begin + size, device=device))
             begin += size
-        read[pool] = -1
+        read[pool:] = -1
         inside = nodes.clamp_max(pool - 1)
         parent = self.parent[inside]
         parent = number[parent.clamp_min(0)].masked_fill(parent < 0, ROOT)
