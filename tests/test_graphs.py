@@ -64,7 +64,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             raise RuntimeError("operation not permitted when stream is capturing")
-        if func is torch.ops.aten.copy_.default and not args[1].dim() or (
+        if (func is torch.ops.aten.copy_.default and not args[1].dim()) or (
             func is torch.ops.aten.lift_fresh.default and args[0].dim()
         ):  # of one number, as `x[0] = 1` of a vector is
             raise RuntimeError("Cannot copy between CPU and CUDA tensors during graph capture")

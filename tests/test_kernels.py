@@ -215,7 +215,9 @@ def test_attention_compiles_for_gpus(dtype: str, dim: int, rows: int, capability
     assert ("mma" in ptx) == (dtype != "fp32")
     assert ".local" not in ptx
     kinds = {"partial": "*fp32", "weight": "*fp32", "out": f"*{dtype}"}
-    assert ".local" not in compiled(join, capability, kinds, sizes, **LAUNCH).asm["ptx"]
+    for pairs in (1, 8):
+        made = compiled(join, capability, kinds, sizes | {"PAIRS": pairs}, **LAUNCH)
+        assert ".local" not in made.asm["ptx"]
 
 
 @pytest.mark.usefixtures("compiling")

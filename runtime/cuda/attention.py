@@ -77,7 +77,8 @@ def split_attention(
         split[blocks["SPLITS"], -(-pairs // blocks["ROWS"]), kv_heads](
             *tensors, n, heads // kv_heads, *strides, scale * LOG2_E, **blocks | sizes, **LAUNCH
         )
-        join[heads * n,](partial, weight, out, n, heads, **sizes, **LAUNCH)
+        each = min(8, power_of_two(1 + heads * n // 512))
+        join[-(-heads * n // each),](partial, weight, out, n, heads, PAIRS=each, **sizes, **LAUNCH)
     return out
 
 
@@ -138,20 +139,26 @@ def attention_kernels(interpreted: bool) -> tuple[Any, Any]:
 
     # fmt: off
     def join(  # type: ignore[no-untyped-def]
-        partial, weight, out, n, heads, SIZE: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
+        partial, weight, out, n, heads, PAIRS: tl.constexpr, SIZE: tl.constexpr,
+        DIM: tl.constexpr, SPLITS: tl.constexpr,
     ):
         # fmt: on
-        pair = tl.program_id(0)
+        pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
         parts, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
-        weights = tl.load(weight + pair * SPLITS + parts)
-        top = tl.max(weights, 0)
-        weights = tl.exp2(weights - tl.where(top == float("-inf"), 0.0, top))
-        of_partial = partial + (pair * SPLITS + parts)[:, None] * SIZE + dims[None, :]
-        written = (weights > 0.0)[:, None] & (dims < SIZE)[None, :]
+        real, inside = pairs < heads * n, dims < SIZE
+        place = pairs[:, None] * SPLITS + parts[None, :]
+        weights = tl.load(weight + place, mask=real[:, None], other=float("-inf"))
+        top = tl.max(weights, 1)
+        weights = tl.exp2(weights - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        of_partial = partial + place[:, :, None] * SIZE + dims[None, None, :]
+        written = (weights > 0.0)[:, :, None] & inside[None, None, :]
         outputs = tl.load(of_partial, mask=written, other=0.0)
-        total = tl.sum(weights, 0)
-        joined = tl.sum(weights[:, None] * outputs, 0) / tl.where(total > 0.0, total, 1.0)
-        tl.store(out + (pair % n * heads + pair // n) * SIZE + dims, joined, mask=dims < SIZE)
+        total = tl.sum(weights, 1)
+        total = tl.where(total > 0.0, total, 1.0)
+        joined = tl.sum(weights[:, :, None] * outputs, 1) / total[:, None]
+        row = pairs % n * heads + pairs // n
+        of_out = out + row[:, None] * SIZE + dims[None, :]
+        tl.store(of_out, joined, mask=real[:, None] & inside[None, :])
 
     counts = ["n", "groups", "heads"]  # compiled once for all numbers of tokens
     return triton.jit(split, do_not_specialize=counts), triton.jit(join, do_not_specialize=counts)

@@ -61,6 +61,9 @@ class GrowingTree:
         self.limit, self.goal, self.levels, self.steps, self.bin, self.bin_phi = self._zeros(6, 1)
         self.alive = self._zeros(1).bool()
         """Whether growth goes on after the levels so far."""
+        self._order = torch.arange(max(pool, most, k), device=device)
+        self._nowhere = torch.full((pool + 1,), -1, device=device)
+        self._places = torch.arange(sum(self.sizes), device=device)
         counts = [n for n in (rule.top_n, *rule.bin_top_n) if n is not None]
         self.most = pool if rule.top_n is None else min(pool, max(counts))
         """Nodes that are chosen at most."""
@@ -104,7 +107,7 @@ class GrowingTree:
         inside, outside = place.clamp_min(0), place < 0
         cost_above, q_above = (x[inside].masked_fill(outside, 0) for x in (self.cost, self.q_cost))
         there = codes.count.clamp_max(k).masked_fill(place == NONE, 0)
-        missing = torch.arange(k, device=self.device) >= there[:, None]
+        missing = self._order[:k] >= there[:, None]
         local = self._coupled_costs(gap, missing) if rule.coupled else logp
         cost = (cost_above[:, None] + local).masked_fill(missing, INFINITE)
         q_cost = (q_above[:, None] + logp).masked_fill(missing, INFINITE)
@@ -112,7 +115,7 @@ class GrowingTree:
         listed = self._listed[level - 1]
         tokens = tokens.masked_fill(missing, 0)
         cost, q_cost, token = (x.flatten()[listed] for x in (cost, q_cost, tokens))
-        order = torch.arange(end - begin, device=self.device)
+        order = self._order[: end - begin]
         count = self.sizes[level]
         if rule.confidence is not None:
             entropy = codes.entropy[rows]
@@ -123,35 +126,38 @@ class GrowingTree:
             chosen = self._expanded[level - 1]
             exist = cost[chosen] < INFINITE
         else:
-            chosen, exist = _cheapest(cost, count)
+            chosen, exist = _cheapest(cost, count, self._order)
         self.token[begin:end], self.cost[begin:end], self.q_cost[begin:end] = token, cost, q_cost
         self.parent[begin:end] = place[rows]
         above = rows[chosen]
         if not rule.static:
-            above = above.masked_fill(~exist, 0)
-        self.place[level, :count] = (begin + chosen).masked_fill(~exist, NONE)
+            above = torch.where(exist, above, 0)
+        self.place[level, :count] = torch.where(exist, begin + chosen, NONE)
         self.above[level, :count] = above
-        phis = self.phi[level - 1, :size] + codes.top_entropy
-        self.phi[level, :count] = phis[above].masked_fill(~exist, 0)
-        stops = torch.zeros_like(self.alive)
-        if rule.stop.active:
-            key = order.masked_fill(cost >= INFINITE, INFINITE) if rule.static else cost
-            first = (key * len(order) + order).amin(0, keepdim=True) % len(order)
-            joint, row = q_cost[first], rows[first]
-            stops = (
-                (joint - q_above[row] > rule.stop.max_logp_code)
-                | (joint > rule.stop.max_joint_code)
-                | (codes.entropy[row] > rule.stop.max_entropy_code)
-            ) & (cost[first] < INFINITE)
-        empty = torch.zeros_like(self.alive)
-        if rule.confidence is not None:
-            empty = ~exist.any(0, keepdim=True)
         self.steps += self.alive
-        undone = empty if rule.stop.keep_last else empty | stops
-        self.levels += self.alive & ~undone
-        self.alive &= ~(empty | stops)
-        if rule.stratified and level == depth:
-            self._stratify(logp.masked_fill(missing, INFINITE), phis, depth)
+        if self.early:
+            stops, empty = torch.zeros_like(self.alive), torch.zeros_like(self.alive)
+            if rule.stop.active:
+                key = order.masked_fill(cost >= INFINITE, INFINITE) if rule.static else cost
+                first = (key * len(order) + order).amin(0, keepdim=True) % len(order)
+                joint, row = q_cost[first], rows[first]
+                stops = (
+                    (joint - q_above[row] > rule.stop.max_logp_code)
+                    | (joint > rule.stop.max_joint_code)
+                    | (codes.entropy[row] > rule.stop.max_entropy_code)
+                ) & (cost[first] < INFINITE)
+            if rule.confidence is not None:
+                empty = ~exist.any(0, keepdim=True)
+            undone = empty if rule.stop.keep_last else empty | stops
+            self.levels += self.alive & ~undone
+            self.alive &= ~(empty | stops)
+        else:
+            self.levels += self.alive
+        if rule.stratified:
+            phis = self.phi[level - 1, :size] + codes.top_entropy
+            self.phi[level, :count] = torch.where(exist, phis[above], 0)
+            if level == depth:
+                self._stratify(logp.masked_fill(missing, INFINITE), phis, depth)
         self.alive &= self.goal > level
 
     def _coupled_costs(self, gap: Tensor, missing: Tensor) -> Tensor:
@@ -171,13 +177,14 @@ class GrowingTree:
         column = (q_cost // STEP).clamp_max(joints - 1)
         confidence = table[min(level, depths) - 1][row, column].long()
         fails = (confidence <= self.rule.beta_code) | (cost >= INFINITE)
-        return _cheapest((CONFIDENCE_SCALE - confidence).masked_fill(fails, INFINITE), count)
+        costs = (CONFIDENCE_SCALE - confidence).masked_fill(fails, INFINITE)
+        return _cheapest(costs, count, self._order)
 
     def _stratify(self, logp: Tensor, phis: Tensor, depth: int) -> None:
         """HeteroSpec's Phi and bin after the level ``depth``, and how deep the tree grows. ``logp``
         [n, k] of the children and ``phis`` [n] of the distributions that they come from."""
         best = logp.amin(1)
-        order = torch.arange(len(best), device=self.device)
+        order = self._order[: len(best)]
         first = (best * len(best) + order).amin(0, keepdim=True) % len(best)
         phi = phis[first].masked_fill(best[first] >= INFINITE, 0)
         bin_ = (phi * self.rule.fitted_depth > self._thresholds * depth).sum(0, keepdim=True)
@@ -187,24 +194,23 @@ class GrowingTree:
 
     def choose(self) -> Tensor:
         """The nodes that are verified, and what was grown, as one tensor for :func:`grown_tree`."""
-        pool, most, device = self.ends[-1], self.most, self.device
-        order = torch.arange(pool, device=device)
+        pool, most, order = self.ends[-1], self.most, self._order
         cost = self.cost.masked_fill(self._level_of > self.levels, INFINITE)
-        chosen, exist = _cheapest(cost, most)
+        chosen, exist = _cheapest(cost, most, order)
         if self.rule.top_n is not None:
             top_n = self._top_n[self.bin.clamp_max(len(self._top_n) - 1)]
             if self.rule.stratified:
                 top_n = top_n.masked_fill(self.bin == NO_BIN, self.rule.top_n)
             exist &= order[:most] < top_n
-        nodes = chosen.masked_fill(~exist, pool).sort().values
-        number = torch.full((pool + 1,), -1, device=device).index_put((nodes,), order[:most])
+        nodes = torch.where(exist, chosen, pool).sort().values
+        number = self._nowhere.index_put((nodes,), order[:most])
         # The place of each candidate among the nodes that passes read, from the second pass on.
-        read = torch.full((pool + 1,), -1, device=device)
+        read = self._nowhere.clone()
         begin = 0
         for level, size in enumerate(self.sizes[1:-1], 1):
             place = self.place[level, :size]
             place = place.masked_fill((place < 0) | (self.steps <= level), pool)
-            read = read.index_put((place,), torch.arange(begin, begin + size, device=device))
+            read.index_put_((place,), self._places[begin : begin + size])
             begin += size
         read[pool:] = -1
         inside = nodes.clamp_max(pool - 1)
@@ -231,11 +237,11 @@ def _wide(codes: Tensor, k: int) -> Tensor:
     return codes if codes.shape[1] == k else pad(codes, (0, k - codes.shape[1]))
 
 
-def _cheapest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` lowest of ``keys`` int64 [n], ties by order: their indices, and which of them
-    are below INFINITE."""
+def _cheapest(keys: Tensor, count: int, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``count`` lowest of ``keys`` int64 [n], ties by ``order``, whole numbers from 0 on: their
+    indices, and which of them are below INFINITE."""
     n = len(keys)
-    lowest = (keys * n + torch.arange(n, device=keys.device)).topk(count, largest=False).values
+    lowest = (keys * n + order[:n]).topk(count, largest=False).values
     return lowest % n, lowest // n < INFINITE
 
 
