@@ -299,30 +299,40 @@ def temperatures() -> list[str]:
 # --------------------------------------------------------------------------------------------- GPU
 
 
-def on_gpu() -> list[str]:
-    """The tunings that a GPU has run, and what they leave out."""
-    runs = load("gpu")["tune"]
-    first, again = runs[0], [_tuned_on_gpu(run) for run in runs[1:]]
-    return [
-        f"**{first['on']}**, a pair ballasted to {first['models']}: a whole `tune` took "
-        f"{_tuned_on_gpu(first)}.{''.join(f' Tuned once more: {run}.' for run in again)} What this "
-        "leaves out: ballast has the demo pair's texts and acceptance at the cost of large models; "
-        f"one request at a time; {first['tuned']['confirmed']['requests']} requests held out. "
-        f"(`python bench/run.py gpu tune`; `{first['command']}`)",
-        "",
+def on_gpu() -> tuple[list[str], list[str]]:
+    """The newest tuning that a GPU has run, and what it leaves out; and those before it."""
+    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
+    gpus = sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
+    newest, *before = gpus
+    lines = [
+        f"Before, **{parts['tune']['on']}**: {_tuned_on_gpu(parts['tune'])}." for parts in before
     ]
+    speeds = {r["what"].split(", ")[-1]: r["tokens/s"] for r in newest["generate"]["rows"]}
+    best = max(newest["rounds"]["rows"], key=lambda row: float(row["tokens/s"]))
+    tuned = newest["tune"]["tuned"]
+    first = (
+        f"**{newest['tune']['on']}**, a pair ballasted to {newest['tune']['models']}: "
+        f"{_tuned_on_gpu(newest['tune'])}. Its {best['policy']} decodes "
+        f"{best['tokens/s']:.0f} tokens/s, our autoregression {speeds['ours']:.0f}, transformers "
+        f"with a static cache and compiled {speeds['compiled']:.0f}, assisted by the draft "
+        f"{speeds['assisted by the draft']:.0f}. Left out: ballast has the demo pair's texts and "
+        "acceptance at the cost of large models; one request at a time; "
+        f"{tuned['confirmed']['requests']} requests held out. (`python bench/run.py gpu`)"
+    )
+    return [first, ""], lines
 
 
 def _tuned_on_gpu(run: Figures) -> str:
-    """What one tuning took and published, and how far its predictions were off."""
+    """How long a tuning took, what it published, and how far its predictions were off."""
     tuned = run["tuned"]
     confirmed, prediction = tuned["confirmed"], tuned["prediction"]
     low, high = confirmed["interval"]
     after = f"{percent(prediction['median_error_after_factor'])} off after one common factor"
     if prediction["median_error"] is not None:
         after = f"{percent(prediction['median_error'])} off in the median as made, {after}"
+    winner = policy_in_words(tuned["winner"]["policy"])
     return (
-        f"{run['wall_s']:.0f} s and published {policy_in_words(tuned['winner']['policy'])}, "
+        f"`tune` took {run['wall_s']:.0f} s and published {winner}, "
         f"**{confirmed['ratio']:.2f} times autoregression** (99% interval {low:.2f} to "
         f"{high:.2f}); its {prediction['policies']} executed policies were predicted {after}"
     )
@@ -367,7 +377,8 @@ def results() -> str:
         "EAGLE-3 head), one request at a time."
     )
     lines = ["# Results", "", about, "", *checks(), *closed_forms()]
-    lines += ["## On a GPU", "", *on_gpu(), *gpu_parts()]
+    newest, before = on_gpu()
+    lines += ["## On a GPU", "", *newest, *before, "", *gpu_parts()]
     lines += [*loads(), *nulls(), *searches(), *speeds(), *temperatures()]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -387,7 +398,7 @@ def highlights() -> str:
     shares = {r["constant"]: r["share"] for r in vllm["regret"]["together"]}
     off, constants = ratio(shares.pop("off")), [share[0] for share in shares.values()]
     errors = vllm["tokens_per_s"]
-    lines = [*on_gpu(), "Two shared CPU cores, the demo pair:", "", *table(names, rows)]
+    lines = [*on_gpu()[0], "Two shared CPU cores, the demo pair:", "", *table(names, rows)]
     lines += [
         f"- texts and rounds: {exact['summary'].split(' (')[0]} in float64 ({lossless(exact)[1]})",
         f"- predicted against executed speed: {predicted['summary'].split(', Kendall')[0]} "
