@@ -521,13 +521,12 @@ class PoliciesExport(Placed):
 
 
 class Engines(OnPair):
-    """The engines: which are installed, tested, and what each can do. `engines vllm` prints the
-    command line of a server that records its traffic and follows what is published.
+    """The engines: which are installed, tested, and what each can do. `engines vllm` prints two
+    command lines: a server with our agent, and `follow` beside it.
 
     It drafts --gamma tokens until a policy is published in its deployment, and what that says from
     the next step on. A --gamma-max above --gamma needs a schedule by batch size, with which vLLM
-    captures other CUDA graphs from its start on (docs/engines.md). A password in the database's URL
-    is not printed: the line names the variable SPECTUNE_DB."""
+    captures other CUDA graphs from its start on (docs/engines.md)."""
 
     example = "engines vllm --pair pair.json --draft small --gamma 3"
 
@@ -536,6 +535,7 @@ class Engines(OnPair):
     gamma: int = setting(3, "Tokens drafted until something is published.", ge=1, le=64)
     gamma_max: int | None = setting(None, "Longest draft that it may be told.", ge=1, le=64)
     max_num_seqs: int = setting(256, "Most requests in a step.", ge=2, le=LARGEST)
+    folder: AnyPath = setting("spectune-folder", "Where the agent and `follow` meet.")
     deployment: Deployment = setting("vllm", "Name of what it follows.", env="SPECTUNE_DEPLOYMENT")
 
 

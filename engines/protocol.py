@@ -113,7 +113,12 @@ class Execution:
         return min(self.max_new_tokens, prompt.max_new_tokens or self.max_new_tokens)
 
     def answered(
-        self, prompt: Prompt, tokens: Sequence[int], finish: Finish, steps: Sequence[Step]
+        self,
+        prompt: Prompt,
+        tokens: Sequence[int],
+        finish: Finish,
+        steps: Sequence[Step],
+        above_zero: Verifier = "greedy",
     ) -> Answered:
         text = text_of(
             prompt.id,
@@ -123,6 +128,7 @@ class Execution:
             sampling=self.sampling,
             max_new_tokens=self.most_tokens(prompt),
             finish=finish,
+            above_zero=above_zero,
         )
         return Answered(text, tuple(steps))
 

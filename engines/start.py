@@ -16,8 +16,8 @@ def start(name: str, spec: PairSpec, wanted: Wanted) -> Running:
 
         return OpenVino(spec, wanted)
     if name == "vllm":
-        from spectune.engines.vllm.execute import Vllm
+        from spectune.engines.vllm.server import OwnServer
 
-        return Vllm(spec, wanted)
+        return OwnServer(spec, wanted)
     title = engine_named(name).title
     raise EngineError(f"{title} is not executed from here; known: openvino, vllm")

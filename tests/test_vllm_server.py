@@ -1,25 +1,23 @@
-"""Executing on vLLM without vLLM: requests as a load says, to a server over HTTP, and why a server
-ended."""
+"""Executing on a vLLM server that runs, without vLLM: requests as a load says, policies and rounds
+by the agent's folder, and what is refused; and why a server of our own ended."""
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from waiting import eventually
+from doubles import REFUSED, FakeVllm, served
+from synthetic import policy
 
-from spectune.engines.protocol import Load, Prompt, Wanted
-from spectune.engines.vllm.execute import Sending, Vllm, body_of
-from spectune.engines.vllm.server import Installed, Server, installed, reason_in
-from spectune.runtime.pair import read_pair
-from spectune.traces.errors import EngineError, PairError
+from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.server import OwnServer, installed, reason_in, server_arguments
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
+from spectune.traces.errors import EngineError, PairError, PolicyError
 from spectune.traces.schema import Sampling
 
 LOG = """\
@@ -32,87 +30,129 @@ LOG = """\
 """  # noqa: E501
 
 
-class Slow(ThreadingHTTPServer):
-    """Answers a completion after a moment; refuses a prompt of token 4. ``most`` is how many were
-    on their way at one time."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.lock, self.now, self.most = threading.Lock(), 0, 0
-        self.arrived: dict[str, float] = {}
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Slow
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.arrived[asked["request_id"]] = time.perf_counter()
-            self.server.now += 1
-            self.server.most = max(self.server.most, self.server.now)
-        time.sleep(0.03)
-        with self.server.lock:
-            self.server.now -= 1
-        self.send_response(400 if asked["prompt"] == [4] else 200)
-        self.end_headers()
-        self.wfile.write(b"the prompt\\n is too long")
-
-    def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+FOUR, TABLE = policy("near", 4), policy("near", {"kind": "by_batch", "gamma": {"1": 5, "3": 2}})
+PROMPTS = [Prompt(f"p{n}", "code", (7 + n, 8, 9)) for n in range(9)]
 
 
 @pytest.fixture
-def slow() -> Iterator[Slow]:
-    with Slow() as made:
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
-        thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
+def fake(tmp_path: Path, pair: LoadedPair) -> Iterator[FakeVllm]:
+    with served(tmp_path / "folder", pair) as running:
+        yield running
 
 
-def bodies(count: int, token: int = 3) -> dict[int, str]:
-    return {i: body_of(f"1.{i}", Prompt(str(i), "", (token,)), Sampling(), 8) for i in range(count)}
+def connected(fake: FakeVllm, pair: PairSpec | None = None) -> RunningServer:
+    return RunningServer(fake.url, fake.folder, pair)
 
 
-def living(within_s: float) -> bool:
-    """As :meth:`engines.vllm.server.Server.ended` of one that lives."""
-    return False
+def execute(
+    server: RunningServer, load: Load, policy: Policy = FOUR, prompts: Sequence[Prompt] = PROMPTS
+) -> list[Answered]:
+    return list(server.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=8))
 
 
-def test_so_many_clients_send_so_many_requests_at_a_time(slow: Slow) -> None:
-    began = time.perf_counter()
-    with Sending(slow.server_address[:2], bodies(9), Load(clients=3), began) as sending:
-        eventually(lambda: len(sending.answered) == 9)
-        sending.check(SimpleNamespace(ended=living))
-    assert sending.answered == set(range(9))
-    assert slow.most == 3
+def policy_file(fake: FakeVllm) -> dict[str, object]:
+    return dict(json.loads((fake.folder / "policy.json").read_text()))
 
 
-def test_arrivals_are_kept_whatever_is_on_its_way(slow: Slow) -> None:
-    arrivals = (0.0, 0.0, 0.001, 0.002, 0.08)
-    began = time.perf_counter()
-    with Sending(slow.server_address[:2], bodies(5), Load(arrivals=arrivals), began) as sending:
-        eventually(lambda: len(sending.answered) == 5)
-    assert all(slow.arrived[f"1.{i}"] - began >= moment for i, moment in enumerate(arrivals))
-    assert slow.most > 1
+def test_policies_change_rounds_and_no_text(fake: FakeVllm, pair: LoadedPair) -> None:
+    server = connected(fake, pair.spec)
+    assert (server.spec.id, server.draft, server.wanted.max_num_seqs) == (pair.spec.id, "near", 8)
+    texts = {}
+    for chosen in (FOUR, TABLE, AUTOREGRESSIVE):
+        answers = execute(server, Load(3), chosen)
+        found = {a.trajectory.request_id: a.trajectory.output_ids.tolist() for a in answers}
+        texts = texts or found
+        assert found == texts
+        assert sorted(texts) == [prompt.id for prompt in PROMPTS]
+        steps = [step for answer in answers for step in answer.steps]
+        assert {step.policy for step in steps} == {chosen.id}
+        assert max(step.drafted for step in steps) == chosen.gamma_max
+        assert {step.draft for step in steps if step.drafted} <= {"near"}
+        assert all(0 <= a.arrived_s <= a.first_token_s <= a.finished_s for a in answers)
 
 
-def test_what_a_server_refuses_and_one_that_does_not_answer_are_said_in_one_line(
-    slow: Slow,
+def test_clients_and_arrivals_are_kept(fake: FakeVllm) -> None:
+    server = connected(fake)
+    execute(server, Load(3))
+    assert fake.most_at_once == 3
+    fake.arrived.clear()
+    arrivals = (0.0, 0.0, 0.001, 0.002, 0.3)
+    execute(server, Load(arrivals=arrivals), prompts=PROMPTS[:5])
+    assert fake.most_at_once > 3
+    assert max(fake.arrived) - min(fake.arrived) >= 0.29
+
+
+def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
+    def document(version: int, gammas: dict[str, int]) -> str:
+        return json.dumps({"format": 1, "version": version, "policy": "p", "gammas": gammas})
+
+    path = fake.folder / "policy.json"
+    server = connected(fake)
+    assert server.policy == policy("near", 6)  # the server's own
+    server.put_in_force(FOUR)
+    assert policy_file(fake)["version"] == fake.version < 0
+    server.close()
+    assert not path.exists()
+    path.write_text(document(3, {"1": 5, "3": 2}))
+    server = connected(fake)
+    assert server.policy == TABLE
+    server.put_in_force(FOUR)
+    server.close()
+    server.close()
+    assert policy_file(fake)["version"] == 3
+    server.put_in_force(FOUR)
+    path.write_text(document(4, {"1": 1}))  # published meanwhile
+    with pytest.raises(EngineError, match="was changed by another meanwhile"):
+        execute(server, Load(2))
+    server.close()
+    assert policy_file(fake)["version"] == 4
+    with pytest.raises(PolicyError, match="this server drafts at most 6 tokens, not 7"):
+        server.put_in_force(policy("near", 7))
+    assert policy_file(fake)["version"] == 4
+
+
+def test_whose_texts_are_noted_stays(fake: FakeVllm) -> None:
+    (fake.folder / "policy.json").write_text('{"format": 1, "version": 0, "texts": "none"}')
+    server = connected(fake)
+    server.put_in_force(FOUR)
+    assert policy_file(fake)["texts"] == "none"
+
+
+def test_a_key_and_a_path_reach_the_server(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.key, fake.path = "secret", "/models/a"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    for ending in ("/models/a", "/models/a/v1/"):
+        assert RunningServer(fake.url + ending, fake.folder).draft == "near"
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(EngineError, match=r"/v1/models: no models \(401: .*Unauthorized"):
+        RunningServer(f"{fake.url}/models/a", fake.folder)
+
+
+def test_what_is_wrong_is_one_line(
+    fake: FakeVllm, tmp_path: Path, demo: PairSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trouble(sending: Sending) -> None:
-        eventually(lambda: sending.check(SimpleNamespace(ended=living)) is not None)
-
-    refused = Sending(slow.server_address[:2], bodies(1, token=4), Load(), time.perf_counter())
-    with pytest.raises(EngineError, match=r"^vLLM refused a request: the.*too long$"), refused:
-        trouble(refused)
-    silent = Sending(("127.0.0.1", 9), bodies(1), Load(), time.perf_counter())
-    with pytest.raises(EngineError, match="vLLM does not answer: ConnectionRefusedError"), silent:
-        trouble(silent)
+    with pytest.raises(EngineError, match="no server answers"):
+        RunningServer("http://127.0.0.1:9", fake.folder)
+    with pytest.raises(EngineError, match="a server's URL is expected, as http://localhost:8000"):
+        RunningServer("ftp://x", fake.folder)
+    with pytest.raises(EngineError, match=r"start vLLM with SPECTUNE_FOLDER=.* --sched"):
+        RunningServer(fake.url, tmp_path)
+    with pytest.raises(PairError, match="but this server serves"):
+        connected(fake, demo)
+    with pytest.raises(EngineError, match=r"refused \(400\): .*is too long"):
+        execute(connected(fake), Load(), prompts=[Prompt("x", "", (REFUSED,))])
+    monkeypatch.setattr("spectune.engines.vllm.execute.NOTED_S", 0.1)
+    fake.noting = False
+    with pytest.raises(EngineError, match=r"notes nothing of it: .*the folder is another server's"):
+        connected(fake)
+    fake.refused = {"version": 0, "reason": "data_parallel_size 2: only 1 is followed"}
+    fake.write_status()
+    with pytest.raises(EngineError, match="the agent is off: data_parallel_size 2"):
+        connected(fake)
+    fake.refused, fake.engine = None, {**fake.engine, "model": "/models/other"}
+    fake.write_status()
+    with pytest.raises(EngineError, match=r"serves .*, but .* is of a server of /models/other"):
+        connected(fake)
 
 
 def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
@@ -124,16 +164,14 @@ def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
     assert reason_in("") == "it wrote nothing"
 
 
-def test_a_users_own_arguments_come_last(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Path
-) -> None:
-    spec, found = read_pair(str(tiny_pair)), Installed("python", "0.32.0", cpu=True)
+def test_a_users_own_arguments_come_last(monkeypatch: pytest.MonkeyPatch, tiny_pair: Path) -> None:
+    spec = read_pair(str(tiny_pair))
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--max-num-seqs 3 --served-model-name 'a b'")
-    own = Server(found, tmp_path, spec, Wanted("none")).arguments[-4:]
-    assert own == ["--max-num-seqs", "3", "--served-model-name", "a b"]
+    last = server_arguments(spec, Wanted("none"), cpu=True)[-4:]
+    assert last == ["--max-num-seqs", "3", "--served-model-name", "a b"]
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--served-model-name 'a b")
     with pytest.raises(EngineError, match=r"^SPECTUNE_VLLM_ARGS=.* 'a b: no closing quotation$"):
-        Server(found, tmp_path, spec, Wanted("none"))
+        server_arguments(spec, Wanted("none"), cpu=True)
 
 
 def test_a_python_without_vllm_is_said_with_what_to_install(
@@ -146,34 +184,4 @@ def test_a_python_without_vllm_is_said_with_what_to_install(
     with pytest.raises(EngineError, match="this is no Python that runs"):
         installed()
     with pytest.raises(PairError, match="has no draft 'x'; it has: near, far, ngram"):
-        Vllm(read_pair(str(tiny_pair)), Wanted("x"))
-
-
-STUB = """\
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-print("WARNING spectune: nothing is recorded or followed: KeyError('x')", flush=True)
-HTTPServer(("127.0.0.1", int(sys.argv[-1])), Healthy).serve_forever()
-"""
-
-
-def test_a_server_in_which_our_scheduler_does_nothing_is_no_server_of_ours(
-    tmp_path: Path, tiny_pair: Path
-) -> None:
-    """Else its first answer would be waited for in vain."""
-    (tmp_path / "stub.py").write_text(STUB)
-    made = Server(
-        Installed("", "0.32.0", cpu=True), tmp_path, read_pair(str(tiny_pair)), Wanted("none")
-    )
-    made.arguments = [sys.executable, str(tmp_path / "stub.py")]
-    with pytest.raises(
-        EngineError, match=r"without spectune: nothing is .* followed: KeyError\('x'\)$"
-    ):
-        made.start()
-    assert not made.alive
+        OwnServer(read_pair(str(tiny_pair)), Wanted("x"))

@@ -1,12 +1,9 @@
-"""The command line that starts a vLLM server which spectune records and steers, and the numbers of
-draft tokens that are named in it."""
+"""The command line that starts a vLLM server with our agent, and the numbers of draft tokens that
+are named in it."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spectune.engines.settings import Drafting, algorithm_of, vllm_settings
@@ -14,7 +11,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.blocks import ByBatchWindow, FixedWindow
 from spectune.traces.errors import PairError, PolicyError
 
-SCHEDULER = "spectune.engines.vllm.Scheduler"
+SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 
 
 def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
@@ -65,12 +62,3 @@ def server_arguments(
     serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
     defaults = ("--generation-config", "vllm")  # sampling is what requests say
     return *serve, *defaults, "--speculative-config", config, "--scheduler-cls", SCHEDULER
-
-
-def line_of(environment: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """One line to paste. A value of ``$NAME`` is that variable's where it is pasted."""
-    set_first = [
-        f'{name}="{value}"' if re.fullmatch(r"\$[A-Z_]+", value) else f"{name}={shlex.quote(value)}"
-        for name, value in environment.items()
-    ]
-    return " ".join([*set_first, *map(shlex.quote, arguments)])

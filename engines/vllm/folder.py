@@ -7,9 +7,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -27,6 +27,8 @@ no more."""
 LABEL_LIMIT = 100
 UNLABELLED = "serve"
 """The category of requests without a label."""
+SENT = "spectune-"
+"""How the ids of requests begin that a tuning sends, which are no traffic."""
 _ROUNDS = re.compile(r"rounds-([0-9A-Za-z]{1,64})-(\d{6})\.jsonl")
 
 Whole = Annotated[int, Field(ge=0, lt=2**31)]
@@ -145,6 +147,11 @@ class Line(_Noted):
         return one_line(self.label or "", LABEL_LIMIT) or UNLABELLED
 
     @property
+    def is_sent(self) -> bool:
+        """Whether a tuning sent it (:data:`SENT`)."""
+        return self.id.startswith(f"cmpl-{SENT}")
+
+    @property
     def sampling(self) -> Sampling:
         if self.temperature == 0:
             return Sampling()
@@ -254,6 +261,42 @@ def read_chunk(path: Path, offset: int, *, is_closed: bool) -> Chunk:
         elif text and is_closed and is_end:
             lines.append((text, ends - 1))
     return Chunk(lines, is_end)
+
+
+class Tail:
+    """The lines that the agent of a boot appends from now on."""
+
+    def __init__(self, folder: Path, boot: str) -> None:
+        self._folder, self._boot, self._rest = folder, boot, b""
+        self._number = 0
+        self._file: BinaryIO | None = None
+        if numbers := self._numbers():
+            self._open(max(numbers)).seek(0, os.SEEK_END)
+
+    def lines(self) -> Iterator[bytes]:
+        """Those since the last call. Raises OSError."""
+        while True:
+            following = min((n for n in self._numbers() if n > self._number), default=None)
+            if self._file is not None:  # also where `follow` has removed it
+                *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+                yield from lines
+            if following is None:
+                return
+            self._open(following)
+
+    def _numbers(self) -> Collection[int]:
+        return rounds_files(self._folder).get(self._boot, {})
+
+    def _open(self, number: int) -> BinaryIO:
+        self.close()
+        name = f"rounds-{self._boot}-{number:06d}.jsonl"
+        self._number, self._file = number, (self._folder / name).open("rb")
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_status(folder: Path) -> Status | None:

@@ -255,7 +255,7 @@ class Follower:
         for text, end in lines:
             try:
                 line = parse_line(text) if text.strip() else None
-                if isinstance(line, Line):
+                if isinstance(line, Line) and not line.is_sent:
                     request = self._request(boot, server, line, recordings)
                     if isinstance(request, Arrived):
                         requests.append(request)

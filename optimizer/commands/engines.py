@@ -1,18 +1,17 @@
-"""`engines`: what each engine can do, and how to start one that spectune records and steers."""
+"""`engines`: what each engine can do, and how to start one that spectune follows."""
 
 from __future__ import annotations
 
-import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from spectune.db.urls import parse_url, shown
 from spectune.engines.abilities import ENGINES
-from spectune.engines.vllm.command import line_of, server_arguments
+from spectune.engines.vllm.command import server_arguments
 from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.optimizer.commands.session import Talk, pair_of
+from spectune.optimizer.commands.session import Talk, next_command, pair_of
 from spectune.settings import Engines
-from spectune.traces.errors import PairError
 
 
 def engines(s: Engines, talk: Talk) -> Result:
@@ -37,31 +36,17 @@ def engines(s: Engines, talk: Talk) -> Result:
 
 
 def _vllm(s: Engines, talk: Talk) -> Result:
-    """The command line of its server."""
+    """The command line of its server, and that of what follows it."""
     spec = pair_of(s)
-    if s.pair is None or s.typed("target", "drafts"):
-        raise PairError("the server reads its pair from a file; write a pair file for --pair")
-    environment = {
-        "SPECTUNE_DB": _database(s.db, talk),
-        "SPECTUNE_PAIR": s.pair if s.pair == "demo" else str(Path(s.pair).absolute()),
-        "SPECTUNE_DEPLOYMENT": s.deployment,
-    }
     arguments = server_arguments(
         spec, draft=s.draft, gamma=s.gamma, most=s.gamma_max, max_num_seqs=s.max_num_seqs
     )
-    line = line_of(environment, arguments)
-    data = {"pair": spec.id, "environment": environment, "arguments": list(arguments)}
-    return Result(line, {**data, "line": line})
-
-
-def _database(text: str, talk: Talk) -> str:
-    """The database as a server anywhere on this machine reaches it; where its URL holds a password,
-    the variable that is to hold it."""
-    url = parse_url(text)
-    if url.get_backend_name() == "sqlite":
-        return str(Path(str(url.database)).absolute())
-    if "***" not in shown(url):
-        return text
-    if os.environ.get("SPECTUNE_DB") != text:
-        talk.tell(f"set SPECTUNE_DB first, with the password: export SPECTUNE_DB='{shown(url)}'")
-    return "$SPECTUNE_DB"
+    folder = shlex.quote(str(Path(s.folder).absolute()))
+    serve = f"mkdir -p {folder} && SPECTUNE_FOLDER={folder} {shlex.join(arguments)}"
+    if "***" in shown(parse_url(s.db)):
+        talk.tell("set SPECTUNE_DB first: the URL of the database holds a password")
+        follow = f"spectune follow {folder}"
+    else:
+        follow = next_command(s, f"follow {folder}", "pair", "deployment")
+    data = {"pair": spec.id, "arguments": list(arguments), "serve": serve, "follow": follow}
+    return Result(f"{serve}\n{follow}", data)
