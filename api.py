@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "init": (of.Init, "init.init"),
+    "check": (of.Check, "check.check"),
     "record": (of.Record, "record.record"),
     "profile": (of.Profile, "profile.profile"),
     "simulate": (of.Simulate, "simulate.simulate"),

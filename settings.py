@@ -83,13 +83,17 @@ def _numbers(value: Any) -> Any:
 
 
 def _by_name(value: Any) -> Any:
-    """A list of ``NAME=PATH`` as a dictionary."""
+    """``NAME=PATH``, or paths named by their folders, as a dictionary."""
+    if isinstance(value, (str, os.PathLike)):
+        value = [value]
     if not isinstance(value, (list, tuple)):
         return value
     paths = {}
     for item in value:
         name, equals, path = str(item).partition("=")
-        if not equals or not name or not path:
+        if not equals:
+            name, path = os.path.basename(name.rstrip("/\\")), name
+        if not name or not path:
             raise ValueError("NAME=PATH is expected")
         if name in paths:
             raise ValueError(f"the name {name!r} is used twice")
@@ -129,7 +133,7 @@ AnyPath = Annotated[str, BeforeValidator(_text), Kind("FILE")]
 PolicyName = Annotated[str, BeforeValidator(_text), Kind("POLICY")]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), Kind("TEXT", many=True)]
 PolicyNames = Annotated[tuple[str, ...], BeforeValidator(_texts), Kind("POLICY", many=True)]
-Paths = Annotated[dict[str, str], BeforeValidator(_by_name), Kind("NAME=PATH", many=True)]
+Paths = Annotated[dict[str, str], BeforeValidator(_by_name), Kind("[NAME=]PATH", many=True)]
 Lengths = Annotated[
     tuple[Annotated[int, Field(ge=1, le=LARGEST)], ...], BeforeValidator(_numbers), Kind("N,N")
 ]
@@ -555,6 +559,22 @@ class Follow(OnPair):
     keep_size: Size | None = setting(None, "Forget the oldest beyond this size, e.g. 2GB.")
     keep_files: Size = setting(0, "Keep files that are in, compressed, up to this size.")
     once: bool = setting(False, "Do what there is to do, then end.")
+
+
+class Check(Decoding):
+    """Is a draft worth tuning? Before any server runs: whether it goes with the target, how many of
+    its tokens are accepted on a few prompts, below what cost it gains, what it costs here, its
+    memory, and how long a `tune` takes. Nothing is stored unless --db is typed."""
+
+    example = "check models/target --draft models/small chats.jsonl"
+
+    target: AnyPath | None = argument(None, "A target checkpoint, a pair file, or 'demo'.")
+    drafts: Paths = setting({}, "Draft of the target; repeatable.", option="draft")
+    workload: Texts = argument((), "Files of prompts; default: 'demo'.")
+    requests: Requests = group(Requests(limit=32), "limit")
+    sampling: Sampling = group(Sampling(max_new_tokens=64), "max_new_tokens", "temperature")
+    search: Search = group(Search(gamma_max=8), "gamma_max")
+    budget: Duration = setting(60.0, "Read fewer prompts where all would take longer.")
 
 
 class Report(Settings):

@@ -322,16 +322,10 @@ class Outcome:
         return dict(sorted(out.items()))
 
     def tokens_per_s_interval(self) -> tuple[float, float]:
-        """Bootstrap interval (95%, of 1000 resamples) of total tokens/s, resampling requests. (0,
-        0) for an empty or unpriced outcome."""
-        tokens = np.array([r.counts.emitted_tokens for r in self.per_request], dtype=np.float64)
-        seconds = np.array([r.counts.seconds for r in self.per_request], dtype=np.float64)
-        if not len(tokens) or seconds.sum() <= 0:
-            return (0.0, 0.0)
-        pick = np.random.default_rng(0).integers(0, len(tokens), size=(1000, len(tokens)))
-        rates = tokens[pick].sum(1) / np.maximum(seconds[pick].sum(1), 1e-12)
-        low, high = np.quantile(rates, [(1 - 0.95) / 2, (1 + 0.95) / 2])
-        return (float(low), float(high))
+        """Interval (:func:`ratio_interval`) of total tokens/s. (0, 0) for an empty or unpriced
+        outcome."""
+        counts = [r.counts for r in self.per_request]
+        return ratio_interval([c.emitted_tokens for c in counts], [c.seconds for c in counts])
 
     def latency(self) -> dict[str, Any] | None:
         """What a user waits for: mean and quantiles over requests of the seconds to the first token
@@ -372,6 +366,18 @@ class Outcome:
             "by_category": {k: v.to_json() for k, v in self.by_category.items()},
             **({} if latency is None else {"latency": latency}),
         }
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap interval (95%, of 1000 resamples of the requests) of sum(above) / sum(below), given
+    by request. (0, 0) where nothing is below."""
+    tops, bottoms = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
+    if not len(tops) or bottoms.sum() <= 0:
+        return (0.0, 0.0)
+    pick = np.random.default_rng(0).integers(0, len(tops), size=(1000, len(tops)))
+    ratios = tops[pick].sum(1) / np.maximum(bottoms[pick].sum(1), 1e-12)
+    low, high = np.quantile(ratios, [(1 - 0.95) / 2, (1 + 0.95) / 2])
+    return (float(low), float(high))
 
 
 def latency_json(timed: Sequence[tuple[float, float, int]]) -> dict[str, Any] | None:

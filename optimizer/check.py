@@ -1,0 +1,254 @@
+"""Whether a draft is worth tuning: a few prompts are recorded, fixed windows of every length are
+replayed on them, and what that took tells costs and how long a tuning takes.
+
+A text does not depend on the policy, so policies take turns while it is decoded, and what a round
+of each costs is measured on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.parts import mixed
+from spectune.optimizer.profiles import served_contexts
+from spectune.optimizer.record import PanoramaSpec, put_policies, record, record_panoramas
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay
+from spectune.optimizer.simulate.trace import open_trace
+from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.models import SlotModel
+from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.profiling.fit import fit_profile, shapes_of, table_over
+from spectune.runtime.progress import Progress
+from spectune.traces.recording import RecordedRequest
+from spectune.traces.schema import Workload, ratio_interval
+from spectune.traces.store import TraceStore
+from spectune.traces.store.query import TraceFilter, acceptance
+from spectune.traces.tables import LatencyProfile, Trajectory
+
+BLOCK: Final = 3
+"""Rounds of a policy in a row; the first pays for what the one before left in the caches, and is
+not counted."""
+MEASURED: Final = (1, 2, 4, 8, 16, 32)
+"""Lengths of windows whose rounds are measured, beside the longest."""
+DECODING, READING = 0.4, 0.75
+"""Parts of the time by whose end no further prompt is decoded, and none is read by the drafts."""
+
+RECORDINGS, PROFILED = 2.0, 2000
+"""What a tuning records, in chains and trees, as multiples of chains alone; and the rounds that it
+measures for a profile."""
+
+
+class _TimeIsUp(Exception):
+    """No further prompt is to be decoded."""
+
+
+@dataclass
+class Turns:
+    """A policy source whose policies take turns."""
+
+    plans: Sequence[Plan]
+    rounds: int = 0
+
+    def current(self) -> Plan:
+        self.rounds += 1
+        return self.plans[self.rounds // BLOCK % len(self.plans)]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check found on ``texts``. ``rows``: of each draft and length of a fixed window what is
+    accepted and, where rounds of the draft were measured, gained. Seconds: ``token_s`` of a token
+    without a draft, ``round_s`` of a round, ``recorded_s`` of a token to be decoded and read by
+    every draft."""
+
+    texts: Sequence[Trajectory]
+    rows: Sequence[Mapping[str, Any]]
+    token_s: float
+    round_s: float
+    recorded_s: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(t.output_ids) for t in self.texts)
+
+    def tune_seconds(self, requests: int, max_new_tokens: int, race_s: float) -> float:
+        """About how long a tuning takes on so many requests like these."""
+        lengths = [
+            max_new_tokens if t.finish == "length" else min(len(t.output_ids), max_new_tokens)
+            for t in self.texts
+        ]
+        tokens = requests * sum(lengths) / len(lengths)
+        return RECORDINGS * tokens * self.recorded_s + PROFILED * self.round_s + race_s
+
+
+def check_pair(
+    store: TraceStore,
+    pair: LoadedPair,
+    workload: Workload,
+    options: DecodeOptions,
+    gamma_max: int,
+    *,
+    budget_s: float,
+    clock: Callable[[], float],
+    progress: Progress,
+) -> Check:
+    """Checks every draft of a pair, prompt lookup among them, on as many requests of a workload,
+    one at least, as ``budget_s`` seconds allow."""
+    began = clock()
+    drawn = options.verifier == "rejection" and not options.sampling.greedy
+    drafts = pair.chain_drafts if drawn else pair.draft_names
+    lengths = [gamma_max, *(k for k in MEASURED if k < gamma_max)]
+    policies = [AUTOREGRESSIVE, *(_fixed(draft, k) for k in lengths for draft in drafts)]
+    put_policies(store, policies)
+    source = Turns([prepare_for(pair, policy) for policy in policies])
+    # However soon time is up, every category has had its turn.
+    order = mixed(range(len(workload.requests)), [r.category for r in workload.requests])
+    workload = replace(workload, requests=tuple(workload.requests[i] for i in order))
+
+    def decoded(phase: str, done: int, total: int) -> None:
+        progress(phase, done, total)
+        if clock() - began > DECODING * budget_s:
+            raise _TimeIsUp
+
+    with suppress(_TimeIsUp):
+        record(
+            store, pair, workload, options, PanoramaSpec(()), source, fresh=True, progress=decoded
+        )
+    recording = store.list_recordings(pair.id)[0].id
+    texts = store.load(recording, (), steps=True).requests
+    decode_s, reading = (clock() - began) / _tokens(texts), clock()
+    spec = PanoramaSpec(drafts, gamma_max)
+    for request in texts:
+        record_panoramas(store, pair, recording, spec, ordinals=[request.ordinal])
+        progress("read by drafts", request.ordinal + 1, len(texts))
+        if clock() - began > READING * budget_s:
+            break
+    read_s = (clock() - reading) / _tokens(texts[: request.ordinal + 1])
+    rows, token_s = _replayed(store, recording, drafts, gamma_max, _profile(pair, texts))
+    texts = texts[: request.ordinal + 1]
+    round_s = np.mean([step.round_s for r in texts for step in r.steps])
+    trajectories = [r.trajectory for r in texts]
+    return Check(trajectories, rows, token_s, float(round_s), decode_s + read_s)
+
+
+def _tokens(requests: Sequence[RecordedRequest]) -> int:
+    return sum(len(r.trajectory.output_ids) for r in requests)
+
+
+def _fixed(draft: str, gamma: int) -> Policy:
+    return Policy(draft=draft, window=FixedWindow(gamma=gamma))
+
+
+def _profile(pair: LoadedPair, requests: Sequence[RecordedRequest]) -> LatencyProfile | None:
+    """What rounds cost, fitted to those that texts were decoded by; None where these are too
+    few."""
+    rounds = []
+    for request in requests:
+        t = request.trajectory
+        for before, step in pairwise(request.steps):
+            if step.policy != before.policy:
+                continue
+            policy = _fixed(step.draft, 1) if step.draft_steps else AUTOREGRESSIVE
+            kind = RoundKind.of(policy, tree=policy.draft in pair.heads)
+            read = (step.lag, *[1] * (step.draft_steps - 1)) if step.draft_steps else ()
+            context = len(t.prompt_ids) + step.start - 1
+            seconds = step.draft_s, step.verify_s, step.round_s
+            kind = kind._replace(sampled=not t.sampling.greedy)
+            rounds.append(MeasuredRound(kind, context, read, step.drafted, step.emitted, *seconds))
+    if not rounds:
+        return None
+    place = pair.place
+    empty = LatencyProfile(pair.id, place["device"], place["dtype"], {})
+    contexts = served_contexts(r.trajectory for r in requests)
+    usual = contexts[len(contexts) // 2]
+    verified = [1, *(k + 1 for k in MEASURED), max(r.drafted for r in rounds) + 1]
+    rows = sorted({min(n, verified[-1]) for n in verified})
+    shapes = {
+        **shapes_of(pair.draft_names, [usual], rounds, ()),
+        "target": table_over(rows=rows, context=[usual]),
+    }
+    return fit_profile(empty, shapes, rounds, ())
+
+
+def _replayed(
+    store: TraceStore,
+    recording: str,
+    drafts: Sequence[str],
+    gamma_max: int,
+    profile: LatencyProfile | None,
+) -> tuple[list[dict[str, Any]], float]:
+    """A row per draft and length of its window; and the seconds of a token without a draft."""
+    trace = open_trace(store, recording, drafts=drafts, skip_corrupted=True).trace
+    off = run_replay(trace, AUTOREGRESSIVE, profile)
+    by_draft = {r["draft"]: r for r in acceptance(store, TraceFilter(recordings=(recording,)))}
+    rows = []
+    for draft in drafts:
+        priced = profile if profile is not None and draft in profile.drafts else None
+        for k in range(1, gamma_max + 1):
+            replay = run_replay(trace, _fixed(draft, k), priced, per_round=True)
+            rows.append(
+                {
+                    "draft": draft,
+                    "K": k,
+                    "conditional": by_draft[draft]["conditional"][k - 1],
+                    "cumulative": by_draft[draft]["marginal"][k - 1],
+                    "tau": replay.total.mean_accepted_length,
+                    "tau_interval": ratio_interval(replay.counts[:, 1], replay.counts[:, 0]),
+                    **(_gain(off, replay) if priced else {}),
+                }
+            )
+    return rows, off.total.seconds / off.total.emitted_tokens
+
+
+def _gain(off: Replay, replay: Replay) -> dict[str, Any]:
+    """What a draft gains. Decoding takes S seconds without it, s a token, and S' with it, of which
+    its n steps take D: a step costs D/n, and gains where it costs less than (S - (S' - D))/n; both
+    are given as parts of s (of prompt lookup, whose steps cost next to nothing, None)."""
+    assert replay.round_s is not None
+    without, total = off.total, replay.total
+    draft_s = float(replay.round_s[:, 0].sum())
+    spare_s = without.seconds - (total.seconds - draft_s)
+    steps_s = total.draft_steps * without.seconds / without.emitted_tokens
+    is_model = replay.policy.draft != "ngram"
+    return {
+        "draft_step": draft_s / steps_s if is_model else None,
+        "break_even": spare_s / steps_s if is_model else None,
+        "tokens_per_s": total.tokens_per_s,
+        "speedup": without.seconds / total.seconds,
+        "speedup_interval": ratio_interval(off.seconds, replay.seconds),
+    }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a model's weights, and of its keys and values for each token of a text."""
+
+    weights: int
+    cache_per_token: int
+
+    @classmethod
+    def of(cls, model: SlotModel) -> Memory:
+        size = model.dtype.itemsize
+        layers = (s.heads * (s.key_size + s.value_size) for s in model.cache.shapes)
+        return cls(model.num_parameters * size, sum(layers) * size)
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
