@@ -1,55 +1,49 @@
 """OpenVINO GenAI: a batched engine in this process, driven a step at a time.
 
-A request's number of draft tokens is fixed when it is sent (the engine keeps a copy of its
-settings); requests with different numbers share steps. In a step the draft proposes for each
-request, then the target verifies all of them in one pass. Without a draft token the engine runs
-without the draft: it has no other way.
-"""
+A request's number of draft tokens is fixed when it is sent. In a step the draft proposes for each
+request, then the target verifies all of them in one pass. At 0 tokens it goes without the draft.
+Checkpoints are converted here: `optimum-intel` converts those of transformers before 5.6 alone."""
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import torch
+from openvino import opset13
+from openvino._offline_transformations import apply_make_stateful_transformation
+from openvino_tokenizers import convert_tokenizer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from spectune.engines.abilities import OPENVINO
-from spectune.engines.openvino_model import folder_of, model_folder
-from spectune.engines.protocol import (
-    Answered,
-    Execution,
-    Prompt,
-    Running,
-    Wanted,
-    chain_round,
-    draft_of,
-)
-from spectune.runtime.checkpoints import translated
+from spectune.engines.protocol import Answered, Execution, Prompt, Running, Wanted, chain_round
+from spectune.runtime.checkpoints import identity, translated
+from spectune.runtime.load_model import load_model
+from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.text_codec import end_tokens
+from spectune.runtime.text_codec import end_tokens, tokenizer_of
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Step
-from spectune.traces.text import one_line
 
-PRECISION: Final = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-"""Its defaults (bfloat16 where the processor has it, a cache of 8 bits) change texts."""
-STEP_TOKENS: Final = 2048
-"""Least tokens that a step may hold, so that a prompt of ordinary length is read in one."""
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # defaults change texts
 
 
-@dataclass
-class _Request:
-    """A request while it is served: where it is read from, and its rounds so far."""
-
+class _Request(NamedTuple):
     prompt: Prompt
-    handle: Any
+    handle: genai.GenerationHandle
     arrived_s: float
-    tokens: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    tokens: list[int]
+    steps: list[Step]
 
 
 class OpenVino(Running):
@@ -59,183 +53,148 @@ class OpenVino(Running):
 
     def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
         self.version, self.wanted = OPENVINO.require(), wanted
-        draft = draft_of(OPENVINO, spec, wanted)
-        self._target = model_folder(spec.target, self.version)
-        self._draft = None if draft is None else model_folder(draft, self.version)
+        paths = [spec.target, *(path for name, path in spec.drafts.items() if name == wanted.draft)]
+        self._models = [str(model_folder(path, self.version)) for path in paths]
         self._eos = set(end_tokens(spec.target))
-        self._cache_gb = _cache_gb([spec.target, *([draft] if draft else [])], wanted)
-        self._pipelines: dict[bool, Any] = {}
-        self._sent = 0
+        self._pipelines = dict[bool, genai.ContinuousBatchingPipeline]()
 
     @property
     def serving(self) -> dict[str, Any]:
-        return {
-            "max_num_seqs": self.wanted.max_num_seqs,
-            "max_batched_tokens": self._scheduler().max_num_batched_tokens,
-            "max_len": self.wanted.max_len,
-            "drafts_after": False,
-        }
+        rules = {"max_num_seqs": self.wanted.max_num_seqs, "max_len": self.wanted.max_len}
+        # A prompt of ordinary length is read in one step.
+        return rules | {"max_batched_tokens": max(2048, rules["max_len"]), "drafts_after": False}
 
     def close(self) -> None:
         self._pipelines.clear()
 
-    def _pipeline(self, *, drafts: bool) -> Any:
+    def _pipeline(self, *, drafts: bool) -> genai.ContinuousBatchingPipeline:
         if drafts not in self._pipelines:
-            import openvino_genai as genai
-
-            how: dict[str, Any] = dict(PRECISION)
-            if self.wanted.threads is not None:
-                how["INFERENCE_NUM_THREADS"] = self.wanted.threads
-            loaded = dict(how)
-            if drafts:
-                loaded["draft_model"] = genai.draft_model(str(self._draft), "CPU", **how)
-            with _translated("the pair cannot be loaded"):
-                self._pipelines[drafts] = genai.ContinuousBatchingPipeline(
-                    str(self._target), self._scheduler(), "CPU", loaded
-                )
+            config, (target, *draft) = genai.SchedulerConfig(), self._models
+            config.max_num_seqs = self.wanted.max_num_seqs
+            config.max_num_batched_tokens = self.serving["max_batched_tokens"]
+            config.enable_prefix_caching = False
+            options: dict[str, Any] = FLOAT32 | {"INFERENCE_NUM_THREADS": self.wanted.threads or 0}
+            loaded = {"draft_model": genai.draft_model(*draft, "CPU", **options)} if drafts else {}
+            pipeline = genai.ContinuousBatchingPipeline(target, config, "CPU", options | loaded)
+            self._pipelines[drafts] = pipeline
         return self._pipelines[drafts]
-
-    def _scheduler(self) -> Any:
-        import openvino_genai as genai
-
-        config = genai.SchedulerConfig()
-        config.cache_size = self._cache_gb
-        config.max_num_seqs = self.wanted.max_num_seqs
-        config.max_num_batched_tokens = max(self.wanted.max_len, STEP_TOKENS)
-        config.enable_prefix_caching = False
-        return config
 
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
         if not asked.sampling.greedy:
-            raise PolicyError(
-                f"{OPENVINO.title} is run at temperature 0 alone: above, its way of keeping "
-                "drafted tokens was not tested"
-            )
-        return self._answers(self._pipeline(drafts=asked.gamma > 0), asked)
+            raise PolicyError(f"{OPENVINO.title} is run at temperature 0 alone: above is untested")
+        return self._answers(asked)
 
-    def _answers(self, pipeline: Any, asked: Execution) -> Generator[Answered, None, None]:
-        waiting, running = deque(asked.prompts), dict[int, _Request]()
-        load = asked.load
-        began, sent = time.perf_counter(), 0
+    def _answers(self, asked: Execution) -> Generator[Answered, None, None]:
+        waiting, running, load = deque(asked.prompts), dict[int, _Request](), asked.load
         try:
+            pipeline, sent = self._pipeline(drafts=asked.gamma > 0), 0
+            began = time.perf_counter()
             while waiting or running:
                 now = time.perf_counter() - began
                 for _ in range(min(len(waiting), load.due(now, sent, len(running)))):
-                    arrived = load.arrivals[sent] if load.arrivals else now
-                    self._sent, sent = self._sent + 1, sent + 1
-                    running[self._sent] = self._send(pipeline, waiting.popleft(), asked, arrived)
+                    prompt = waiting.popleft()
+                    arrived_s = load.arrivals[sent] if load.arrivals else now
+                    ids = ov.Tensor(np.array([prompt.ids], dtype=np.int64))
+                    handle = pipeline.add_request(sent, ids, self._config(asked, prompt))
+                    running[sent] = _Request(prompt, handle, arrived_s, [], [])
+                    sent += 1
                 if not running:
                     time.sleep(max(0.0, load.arrivals[sent] - now))
                     continue
-                ended = self._step(pipeline, running, asked, began)
+                answered = self._step(pipeline, running, asked, began)
                 paused = time.perf_counter()
-                for number, finish in ended.items():
-                    request = running.pop(number)
-                    yield asked.answered(request.prompt, request.tokens, finish, request.steps)
+                yield from answered
                 began += time.perf_counter() - paused
+        except RuntimeError as error:  # before the reason stand places in OpenVINO's sources
+            raise EngineError(f"{OPENVINO.title}: {str(error).strip().splitlines()[-1]}") from None
         finally:
-            for request in running.values():
-                request.handle.stop()
-            with suppress(RuntimeError):
-                while running and pipeline.has_non_finished_requests():
-                    pipeline.step()
+            if running:  # nobody reads the rest: the next execution has a pipeline of its own
+                self.close()
 
-    def _send(self, pipeline: Any, prompt: Prompt, asked: Execution, arrived_s: float) -> _Request:
-        import openvino as ov
-
-        config = self._config(asked, prompt)
-        with _translated(f"request {prompt.id}"):
-            handle = pipeline.add_request(
-                self._sent, ov.Tensor(np.array([prompt.ids], dtype=np.int64)), config
-            )
-        return _Request(prompt, handle, arrived_s)
-
-    def _config(self, asked: Execution, prompt: Prompt) -> Any:
-        import openvino_genai as genai
-
-        config = genai.GenerationConfig()
-        config.max_new_tokens = asked.most_tokens(prompt)
-        config.do_sample = False
-        config.apply_chat_template = False
-        config.stop_token_ids = self._eos
-        if self._eos:  # else the tokenizer's is taken
-            config.set_eos_token_id(min(self._eos))
-        if asked.gamma:
-            config.num_assistant_tokens = asked.gamma
-        return config
+    def _config(self, asked: Execution, prompt: Prompt) -> genai.GenerationConfig:
+        options = {"num_assistant_tokens": asked.gamma} if asked.gamma else {}
+        options |= {"stop_token_ids": self._eos, "max_new_tokens": asked.most_tokens(prompt)}
+        options["eos_token_id"] = min(self._eos, default=-1)  # -1: the tokenizer's
+        return genai.GenerationConfig(do_sample=False, apply_chat_template=False, **options)
 
     def _step(
         self, pipeline: Any, running: dict[int, _Request], asked: Execution, began: float
-    ) -> dict[int, Finish]:
-        """One step of the engine, noted in each request that it gave tokens to; how those ended
-        that did."""
+    ) -> list[Answered]:
+        """One step, noted in each request that it gave tokens to; those that ended."""
         start = time.perf_counter()
-        with _translated("it failed while it served"):
-            pipeline.step()
-        now, seconds = time.perf_counter() - began, time.perf_counter() - start
-        batch, ended = pipeline.get_metrics().scheduled_requests, dict[int, Finish]()
-        draft, policy = self.wanted.draft, asked.policy.id
-        for number, request in running.items():
-            if request.handle.get_status().name == "IGNORED":
-                raise EngineError(
-                    f"{OPENVINO.title}: request {request.prompt.id}: its tokens do not fit in the "
-                    "engine's cache"
-                )
-            if not request.handle.can_read():
-                continue
-            (output,) = request.handle.read().values()
-            new, before = list(output.generated_ids), len(request.tokens)
+        pipeline.step()
+        end, answered = time.perf_counter(), list[Answered]()
+        about = {"draft": self.wanted.draft, "policy": asked.policy.id, "round_s": end - start}
+        about |= {"ended_s": end - began, "batch": pipeline.get_metrics().scheduled_requests}
+        for number, r in [(n, r) for n, r in running.items() if r.handle.can_read()]:
+            (output,) = r.handle.read().values()
+            before, emitted = len(r.tokens), len(output.generated_ids)
             # The prompt's pass drafts nothing, and no round drafts what could not be kept.
-            most = asked.most_tokens(request.prompt)
-            drafted = min(asked.gamma, most - before - 1) if before else 0
-            accepted, emitted = min(drafted, len(new) - 1), len(new)
-            request.tokens += new
-            request.steps.append(
-                chain_round(
-                    before,
-                    drafted,
-                    accepted,
-                    emitted,
-                    draft=draft,
-                    policy=policy,
-                    batch=batch,
-                    round_s=seconds,
-                    arrived_s=request.arrived_s,
-                    ended_s=now,
-                )
-            )
-            if (why := output.finish_reason.name) != "NONE":
-                ended[number] = "length" if why == "LENGTH" else "eos"
-        return ended
+            drafted = min(asked.gamma, asked.most_tokens(r.prompt) - before - 1) if before else 0
+            counts = before, drafted, min(drafted, emitted - 1), emitted
+            r.tokens.extend(output.generated_ids)
+            r.steps.append(chain_round(*counts, arrived_s=r.arrived_s, **about))
+            if (reason := output.finish_reason.name) != "NONE":
+                finish: Finish = "length" if reason == "LENGTH" else "eos"
+                answered.append(asked.answered(r.prompt, r.tokens, finish, r.steps))
+                del running[number]
+        return answered
 
 
-def _cache_gb(models: Sequence[str], wanted: Wanted) -> int:
-    """GB of cache in which every request of a step has room for its longest text, in float32; one
-    more for each model, as the engine deals them out by whole ones."""
-    from transformers import AutoConfig
-
-    values = 0
-    for path in models:
-        with translated(f"{path}: its config.json cannot be read"):
-            config = AutoConfig.from_pretrained(folder_of(path)).get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        values += (
-            config.num_hidden_layers
-            * size
-            * (getattr(config, "num_key_value_heads", None) or heads)
-        )
-    tokens = wanted.max_num_seqs * (wanted.max_len + wanted.most)
-    return len(models) + int(tokens * values * 2 * 4 / 1e9)
+def model_folder(path: str, version: str) -> Path:
+    """The folder of a checkpoint's OpenVINO model and tokenizer, below ``$XDG_CACHE_HOME`` or
+    ``~/.cache``; equal content, equal folder. Raises PairError where it cannot be converted."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectune/openvino"
+    folder = cache / f"{identity(path)}-float32-{version}"
+    if not folder.exists():
+        causal = load_model(path, name=path, device=torch.device("cpu"), dtype=torch.float32)
+        with translated(f"{OPENVINO.title}: {path} cannot be converted"):
+            cache.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=cache) as part:
+                model, tokenizer = Path(part, "model"), convert_tokenizer(tokenizer_of(path))
+                ov.save_model(tokenizer, model / "openvino_tokenizer.xml")
+                ov.save_model(_stateful(causal), model / "openvino_model.xml", False)
+                with suppress(OSError):  # another process was first
+                    model.rename(folder)
+    return folder
 
 
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """What OpenVINO raises, in one line: its reason without the places in its sources."""
-    try:
-        yield
-    except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line.strip() and "/src/" not in line]
-        raise EngineError(
-            f"{OPENVINO.title}: {what}: {one_line(lines[-1] if lines else str(error))}"
-        ) from None
+def _stateful(causal: CausalModel) -> ov.Model:
+    """A model that keeps keys and values itself: traced with those of earlier tokens as inputs and
+    outputs, [rows, heads, tokens, size], which are then made its state."""
+    causal.model.set_attn_implementation("sdpa")
+
+    class Pass(torch.nn.Module):
+        model = causal.model
+
+        def forward(  # the engine knows its inputs by these names
+            self, input_ids: Any, attention_mask: Any, position_ids: Any, beam_idx: Any, *past: Any
+        ) -> Any:
+            cache = DynamicCache()
+            for keys, values in zip(past[::2], past[1::2], strict=True):
+                cache.layers.append(layer := DynamicLayer())
+                layer.keys, layer.values = (x.index_select(0, beam_idx) for x in (keys, values))
+                layer.is_initialized = True
+            options = {"position_ids": position_ids, "use_cache": True, causal.cache_name: cache}
+            logits = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, **options
+            ).logits
+            return (logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
+
+    sizes = [(s.heads, size) for s in causal.cache.shapes for size in (s.key_size, s.value_size)]
+    shapes = [*[(-1, -1)] * 3, (-1,), *((-1, heads, -1, size) for heads, size in sizes)]
+    tokens = (torch.ones(2, length, dtype=torch.int64) for length in (3, 6, 3))
+    past = (torch.zeros(2, heads, 3, size) for heads, size in sizes)
+    example = (*tokens, torch.arange(2, dtype=torch.int32), *past)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # of branches it fixes
+        model = ov.convert_model(Pass(), example_input=example, input=shapes)
+    states = {f"past.{i}": f"present.{i}" for i in range(len(sizes))}
+    ports = *model.inputs[-len(sizes) :], *model.outputs
+    for port, name in zip(ports, (*states, "logits", *states.values()), strict=True):
+        port.get_tensor().set_names({name})
+    apply_make_stateful_transformation(model, states)
+    for state in (op for op in model.get_ops() if op.get_type_name() == "ReadValue"):
+        shape = [max(0, dim.get_max_length()) for dim in state.get_output_partial_shape(0)]
+        state.set_arguments([opset13.constant(np.zeros(shape, np.float32)).output(0)])
+    model.validate_nodes_and_infer_types()
+    return model

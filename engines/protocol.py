@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from spectune.engines.abilities import Engine
-from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
-from spectune.traces.errors import PairError, TraceError, WorkloadError
+from spectune.traces.errors import TraceError, WorkloadError
 from spectune.traces.schema import Finish, Sampling, Step, Tokens, Verifier
 from spectune.traces.tables import Trajectory
 
@@ -202,18 +201,6 @@ def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
     """So many requests of these prompts in order, from the first again where there are fewer."""
     again = enumerate(islice(cycle(prompts), count))
     return tuple(replace(prompt, id=f"{n}") for n, prompt in again)
-
-
-def draft_of(engine: Engine, spec: PairSpec, wanted: Wanted) -> str | None:
-    """The path of the draft that is to be loaded, None for ``none``. Raises PairError for one that
-    the pair has not."""
-    drafts = spec.drafts
-    if wanted.draft not in (*drafts, "none"):
-        raise PairError(
-            f"{engine.title} drafts with a language model of the pair, not {wanted.draft!r}; it "
-            f"has: {', '.join(drafts)}"
-        )
-    return drafts.get(wanted.draft)
 
 
 def chain_round(

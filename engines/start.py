@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from spectune.engines.abilities import engine_named
+from spectune.engines.abilities import OPENVINO, engine_named
 from spectune.engines.protocol import Running, Wanted
+from spectune.runtime.checkpoints import is_head
 from spectune.runtime.pair import PairSpec
-from spectune.traces.errors import EngineError
+from spectune.traces.errors import EngineError, PairError
 
 
 def start(name: str, spec: PairSpec, wanted: Wanted) -> Running:
     """A pair in an engine, ready to execute. Raises EngineError where the engine is not installed
-    or cannot load it."""
+    or cannot load it, PairError for a draft that the pair or the engine has not."""
     if name == "openvino":
+        OPENVINO.require()
+        models = [draft for draft, path in spec.drafts.items() if not is_head(path)]
+        if wanted.draft not in (*models, "none"):
+            raise PairError(
+                f"{OPENVINO.title} drafts with a language model, not {wanted.draft!r}; the pair "
+                f"has: {', '.join(models)}"
+            )
         from spectune.engines.openvino import OpenVino
 
         return OpenVino(spec, wanted)

@@ -228,7 +228,7 @@ class CausalModel(SlotModel):
         self._decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         # transformers 5.24 renames the argument, and forgets the former name in 5.40.
         parameters = inspect.signature(self._decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: tuple[int, ...] = ()
         self.cache = self._empty_cache()
         try_kernels(self.cache, heads, self.hidden_size)
@@ -242,7 +242,7 @@ class CausalModel(SlotModel):
         """A cache of the sizes that a pass of one token shows."""
         shown = DynamicCache()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._decoder(input_ids=token, use_cache=True, **{self._cache_name: shown})
+        self._decoder(input_ids=token, use_cache=True, **{self.cache_name: shown})
         shapes = [
             LayerShape(int(x.keys.shape[1]), int(x.keys.shape[3]), int(x.values.shape[3]))
             for x in shown.layers
@@ -317,7 +317,7 @@ class CausalModel(SlotModel):
             states, rows = self.fused.forward(embedded, positions, view, mask, self._taps)
         else:
             layers = [tap for tap in self._taps if tap != FINAL]
-            options = {self._cache_name: view, "output_hidden_states": bool(layers)}
+            options = {self.cache_name: view, "output_hidden_states": bool(layers)}
             PASS.length = view.length
             try:
                 out = self._decoder(
