@@ -44,7 +44,6 @@ def traffic_since(
     since: datetime,
     drafts: Collection[str],
     *,
-    skip_corrupted: bool = False,
     tell: Tell = lambda line: None,
 ) -> LoadedRecording:
     """What the pair and the engine of a recording decoded ``since`` a moment, of whatever
@@ -62,7 +61,7 @@ def traffic_since(
     skipped: list[Skipped] = []
     for name, group in groupby(sorted(keys), itemgetter(0)):
         ordinals = [ordinal for _, ordinal in group]
-        part = store.load(name, drafts, ordinals=ordinals, skip_corrupted=skip_corrupted)
+        part = store.load(name, drafts, ordinals=ordinals, skip_corrupted=True)
         requests |= {(name, request.ordinal): request for request in part.requests}
         skipped += part.skipped
     in_order = tuple(requests[key] for key in keys if key in requests)
@@ -115,8 +114,7 @@ def gather(
                 items[content] = (ordinal, request.trajectory, request.steps)
                 panoramas += [(ordinal, panorama) for panorama in request.panoramas.values()]
     for chunk in damaged:
-        panorama = f"the panorama of draft {chunk.draft!r} of " if chunk.draft else ""
-        tell(f"left out: {panorama}request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
+        tell(f"left out: {chunk}")
     if not items:
         raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
     options = {**store.get_recording(latest.recording).options, "gathered": key}

@@ -268,7 +268,7 @@ class Tuning:
     def opened(self, drafts: Collection[str], **how: Any) -> tuple[ReplayTrace, tuple[int, ...]]:
         """A trace of the recording, which reads what replays lack, and its ordinals."""
         store, pair, name = self.store, self.pair, self.recording
-        opened = open_trace(store, name, drafts=drafts, skip_corrupted=True, **how)
+        opened = open_trace(store, name, drafts=drafts, **how)
         trace, ordinals = opened.trace, opened.ordinals
         here = store, pair, name
         trace.reader = draft_reader(

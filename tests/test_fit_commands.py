@@ -282,12 +282,12 @@ def test_a_recording_without_trees(door: Door, tmp_path: Path) -> None:
     short = {"max_new_tokens": 4, "gamma_max": 2}
     bare.json("record", pair=door.pair, workload=write_workload(tmp_path / "w.jsonl", 1), **short)
     line = bare.error("fit bins --draft near")
-    assert "has no trees of draft 'near' (it has: far 2, near 2, ngram 2)" in line
-    assert "--tree-width 8 --tree-depth 8" in line
+    assert "has no trees of draft 'near'; `record --resume " in line
+    assert "--tree-width 8" in line
     window = {"kind": "fixed", "gamma": 9}
     tree = {"draft": "near", "growth": {"kind": "top_k", "width": 2}, "window": window}
     line = bare.error("simulate", policy=json.dumps(tree))
-    assert "has no trees of draft 'near' (it has: far 2, near 2, ngram 2)" in line
+    assert "the recording holds 1: `record --resume ID --tree-width 2` widens it" in line
 
 
 # -- policies that name what is not there

@@ -100,7 +100,7 @@ def test_an_imported_recording_simulates_byte_for_byte(
 ) -> None:
     recording, here = filled(store), Door(url)
     other, file = a_recording(store, n=2), tmp_path / "moved.parquet"
-    asked = ("simulate", "--skip-corrupted", "--recording", recording, "--json", "--policy")
+    asked = ("simulate", "--recording", recording, "--json", "--policy")
     before = [here.call(*asked, policy).stdout for policy in (FIXED, NGRAM)]
     assert all(json.loads(told)["seconds"] for told in before)
     whole = here.json("traces export", file, "--whole", recording=[recording, other])
@@ -166,9 +166,9 @@ def test_what_is_damaged_inside_is_named_when_it_is_used(tmp_path: Path) -> None
     pq.write_table(pa.Table.from_pylist(rows, table.schema), file)
     door = Door(str(tmp_path / "b.db"))
     assert len(door.json("traces import", file)["added"]) == 1
-    line = door.error("simulate", "--policy", FIXED)
-    assert "request 2: panorama of draft 'small'" in line
-    assert door.json("simulate", "--policy", FIXED, "--skip-corrupted")["requests"] == 3
+    rest = door.call("simulate", "--policy", FIXED, "--json")
+    assert "left out: the panorama of draft 'small' of request 2" in rest.stderr
+    assert json.loads(rest.stdout)["requests"] == 3
 
 
 def test_whole_recordings_are_parquet(tmp_path: Path) -> None:

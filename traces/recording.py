@@ -18,11 +18,6 @@ TREE_WIDTH, TREE_DEPTH = 8, 8
 """Children and levels of recorded trees where nobody says."""
 
 
-def how_to_record_trees(recording: str, width: int = TREE_WIDTH, depth: int = TREE_DEPTH) -> str:
-    """The command that makes trees, for messages."""
-    return f"`record --resume {recording} --tree-width {width} --tree-depth {depth}` makes them"
-
-
 @dataclass(frozen=True)
 class Asked:
     """What a recording is asked for: equal questions, equal hash."""
@@ -79,6 +74,10 @@ class Skipped:
     ordinal: int
     draft: str | None
     problem: str
+
+    def __str__(self) -> str:
+        panorama = f"the panorama of draft {self.draft!r} of " if self.draft else ""
+        return f"{panorama}request {self.ordinal} of {self.recording}: {self.problem}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from spectune.optimizer.commands.session import (
     policy_named,
     recording_on,
     rounds_of,
-    unseen,
     write_rows,
 )
 from spectune.optimizer.inputs import outcome_json
@@ -34,7 +33,7 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         deployment = deployment_for(s, info.engine)
         policy = policy_named(store, s.policy, info.pair_id, device, deployment, talk)
         if s.load.arrivals is not None:
-            keys = ("since", "profile", "per_round", "skip_corrupted", "keep_q_table")
+            keys = ("since", "profile", "per_round", "keep_q_table")
             talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
             # It reads what a search does, torch with it.
             from spectune.optimizer.commands.load import simulate_under_load
@@ -48,14 +47,17 @@ def simulate(s: Simulate, talk: Talk) -> Result:
                 "keep_q_table: the policies that are chosen from keep tables of their own; "
                 "simulate one of them"
             )
-        replayed, skipped, approximate = replay(
+        replayed, opened, approximate = replay(
             store, info.id, policy, profile, since=s.since, tell=talk.tell, limit=s.limit,
-            per_round=s.per_round is not None, skip_corrupted=s.skip_corrupted,
+            per_round=s.per_round is not None,
         )  # fmt: skip
-        for chunk in skipped:
-            talk.tell(f"left out: request {chunk.ordinal} of {chunk.recording}: {chunk.problem}")
-        if s.limit is None and s.since is None:
-            unseen(info, len(replayed.names) + len(skipped), talk)
+        for chunk in opened.skipped:
+            talk.tell(f"left out: {chunk}")
+        if opened.lacking:
+            of = f"{opened.lacking} of {len(opened.ordinals) + opened.lacking} requests"
+            talk.tell(
+                f"left out: {of}, which lack panoramas; `record --resume {info.id}` makes them"
+            )
         _tell_seconds(info, profile, talk)
         if s.per_round:
             pairs = zip(replayed.names, replayed.steps(), strict=True)

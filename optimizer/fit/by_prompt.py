@@ -77,7 +77,7 @@ def fit_recorded(
     costs = profile_of(store, pair.id, profile, **pair.place)
     drafts = [draft for draft in pair.draft_names if draft in info.drafts]
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
-    opened = open_trace(store, info.id, replayed, skip_corrupted=True)
+    opened = open_trace(store, info.id, replayed)
     trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
     here = store, pair, info.id, opened.ordinals, fitted(store, pair.id)
     trace.on_demand = ShortlistedDrafts(*here, few=0)

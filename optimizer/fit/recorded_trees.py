@@ -16,7 +16,7 @@ from spectune.optimizer.parts import recorded_parts
 from spectune.optimizer.simulate.forest import Forest
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.rules import compile_tree
 from spectune.runtime.trees.grow import TreeRule
 from spectune.traces.errors import PolicyError, TraceError
@@ -137,8 +137,10 @@ def tree_source(store: TraceStore, recording: str, draft: str) -> TreeSource:
             f"recording {info.id} was decoded by the rejection verifier, whose texts do not show "
             "what trees would accept; record with the coupled one"
         )
-    policy = parse_policy({"draft": draft, "growth": {"kind": "top_k"}})
-    opened = open_trace(store, info.id, [policy], skip_corrupted=True)
+    if draft in info.drafts and draft not in info.with_trees:
+        how = f"`record --resume {info.id} --tree-width 8` makes them"
+        raise PolicyError(f"draft: recording {info.id} has no trees of draft {draft!r}; {how}")
+    opened = open_trace(store, info.id, [Policy(draft=draft)])
     parts = recorded_parts(store, info.id, opened.ordinals)
     if not parts.fit:
         raise TraceError(too_few_to_fit(info.id, len(opened.ordinals)))

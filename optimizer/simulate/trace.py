@@ -3,12 +3,12 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from spectune.optimizer.traffic import traffic_since
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
 from spectune.traces.errors import PairError, PolicyError, TraceError
-from spectune.traces.recording import TREE_DEPTH, Skipped, how_to_record_trees
+from spectune.traces.recording import Skipped
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Panorama, Recording, Trajectory
 
@@ -36,13 +36,14 @@ class NoRequestsError(TraceError):
 
 
 class Opened(NamedTuple):
-    """A recording's trace, the damaged chunks that were left out of it, and the ordinals of its
-    requests."""
+    """A recording's trace, the damaged chunks that were left out of it, how many requests were left
+    out as they lack panoramas, and the ordinals of the others."""
 
     trace: ReplayTrace
     info: Recording
     skipped: tuple[Skipped, ...]
-    ordinals: tuple[int, ...] = ()
+    lacking: int
+    ordinals: tuple[int, ...]
 
 
 def open_trace(
@@ -53,62 +54,43 @@ def open_trace(
     drafts: Iterable[str] = (),
     ordinals: Collection[int] | None = None,
     since: datetime | None = None,
-    skip_corrupted: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """What ``policies`` are replayed from, and the panoramas of ``drafts`` beside. With ``since``
-    that is of all that the recording's pair and engine decoded since then, and ``tell`` is called
-    with what of it was taken.
+    """What ``policies`` are replayed from, and the panoramas of ``drafts`` beside: the requests of
+    which nothing is damaged or missing. With ``since`` of all that the recording's pair and engine
+    decoded since then, where ``tell`` is called with what of it was taken.
 
-    ``ordinals``: of these requests alone. With ``skip_corrupted`` the trace has the requests of
-    which nothing is damaged or missing; otherwise CorruptedChunkError and TraceError name the
-    first. A server adds to what it serves all the time, so of that nothing has to be there yet.
-    Where an engine's prefill yields the first token, replay begins after it, and ``ngram`` copies
-    as that engine does. Raises NotFoundError for an unknown recording, PolicyError for the first
-    policy whose draft was not recorded, NoRequestsError where no request is left.
+    ``ordinals``: of these requests alone. Where an engine's prefill yields the first token, replay
+    begins after it, and ``ngram`` copies as that engine does. Raises NotFoundError for an unknown
+    recording, PolicyError for the first policy whose draft was not recorded, NoRequestsError where
+    no request is left.
     """
     info = store.get_recording(recording)
     engine = engine_named(info.engine)
-    after_first = engine.prefill_emits
-    names = set(drafts)
     replayed = [p for policy in policies for p in policy.candidates if p.speculates]
-    needing = [p for p in replayed if p.draft != "ngram" or not after_first]
-    for policy in replayed:
-        if since is None and policy in needing:
-            _check_recorded(store, policy, info)
-        names.add(policy.draft)
-    looked_up = after_first and "ngram" in names
+    names = {*drafts, *(policy.draft for policy in replayed)}
+    looked_up = engine.prefill_emits and "ngram" in names
     if looked_up:  # by the engine's rule, which needs no panorama
         names.remove("ngram")
-    options: dict[str, Any] = {"skip_corrupted": skip_corrupted}
     if since is None:
-        loaded = store.load(info.id, sorted(names), ordinals=ordinals, **options)
+        loaded = store.load(info.id, sorted(names), ordinals=ordinals, skip_corrupted=True)
     else:
-        loaded = traffic_since(store, info, since, sorted(names), tell=tell, **options)
-    usable = loaded
-    if skip_corrupted or since is not None or info.source == "serve":
-        usable = usable.having(names)
-    if since is not None:
-        trees = {policy.draft for policy in needing if policy.is_tree and not policy.shortlisted}
-        having = (r for r in usable.requests if all(r.panoramas[d].width > 1 for d in trees))
-        usable = replace(usable, requests=tuple(having))
-        for policy in () if usable.requests else needing:
-            _check_recorded(store, policy, info)
-    if since is not None and (num_lacking := len(loaded.requests) - len(usable.requests)):
-        tell(f"left out: {num_lacking} of {len(loaded.requests)} requests, which lack panoramas")
+        loaded = traffic_since(store, info, since, sorted(names), tell=tell)
+    usable = loaded.having(names)
     if not usable.requests:
+        for policy in (p for p in replayed if p.draft in names):
+            _check_recorded(store, policy, info)
         raise NoRequestsError(f"recording {info.id} has no usable request")
-    if after_first:
-        usable = replace(usable, requests=tuple(r.after_first() for r in usable.requests))
+    lacking, kept = len(loaded.requests) - len(usable.requests), usable.requests
+    if engine.prefill_emits:
+        usable = replace(usable, requests=tuple(r.after_first() for r in kept))
     trace = ReplayTrace(
         usable.trajectories,
         {draft: usable.panoramas(draft) for draft in sorted(names)},
         copies={"ngram": _copied(usable.trajectories, info)} if looked_up else None,
         past=GAMMA_LIMIT * engine.past_end,
     )
-    return Opened(
-        trace, info, loaded.skipped, tuple(request.ordinal for request in usable.requests)
-    )
+    return Opened(trace, info, loaded.skipped, lacking, tuple(r.ordinal for r in kept))
 
 
 def _copied(trajectories: Iterable[Trajectory], info: Recording) -> list[npt.NDArray[np.uint8]]:
@@ -124,37 +106,29 @@ def _copied(trajectories: Iterable[Trajectory], info: Recording) -> list[npt.NDA
 
 
 def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
-    """Raises PolicyError where the recording has not what the policy is replayed from."""
-    draft, extent = policy.draft, info.drafts.get(policy.draft)
-    needs_trees = policy.is_tree and not policy.shortlisted
-    if extent is not None and (extent.has_trees or not needs_trees):
+    """Raises PolicyError where a policy's draft was not recorded."""
+    draft, recorded = policy.draft, ", ".join(sorted(info.drafts)) or "none"
+    if draft in info.drafts:
         return
     with suppress(NotFoundError, PairError):
         spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where=info.pair_id)
-        if draft not in (*spec.draft_names, *info.drafts):
+        if draft not in spec.draft_names:
             raise PolicyError(
                 f"draft: the pair of recording {info.id} has no draft {draft!r}; it has: "
                 f"{', '.join(sorted(spec.draft_names))}"
             )
-    if needs_trees:
-        depth = max(TREE_DEPTH, policy.depth_max)
-        raise PolicyError(
-            f"draft: recording {info.id} has no trees of draft {draft!r} (it has: "
-            f"{info.shown() or 'nothing'}); " + how_to_record_trees(info.id, depth=depth)
-        )
     raise PolicyError(
-        f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: "
-        f"{', '.join(sorted(info.drafts)) or 'none'}; `record --resume {info.id}` makes those "
-        "of every draft of its pair"
+        f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: {recorded}; "
+        f"`record --resume {info.id}` makes those of every draft of its pair"
     )
 
 
 class Simulated(NamedTuple):
-    """One policy replayed. ``approximate`` says why its rounds are not exactly the runtime's, ""
-    where they are."""
+    """One policy replayed, and what of the recording was left out. ``approximate`` says why its
+    rounds are not exactly the runtime's, "" where they are."""
 
     replay: Replay
-    skipped: tuple[Skipped, ...]
+    opened: Opened
     approximate: str
 
 
@@ -167,45 +141,40 @@ def simulate(
     limit: int | None = None,
     since: datetime | None = None,
     per_round: bool = False,
-    skip_corrupted: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Simulated:
     """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or the first
     ``limit`` requests, under any policy. Raises as it does."""
-    options: dict[str, Any] = {"since": since, "skip_corrupted": skip_corrupted, "tell": tell}
-    trace, info, skipped, ordinals = open_trace(store, recording, [policy], **options)
+    opened = open_trace(store, recording, [policy], since=since, tell=tell)
+    trace, info = opened.trace, opened.info
     if since is None and not engine_named(info.engine).prefill_emits:
-        trace.reader = _reader(store, info, trace, ordinals)
+        trace.reader = _reader(store, opened)
         if any(candidate.shortlisted for candidate in policy.candidates):
             # Most replays record nothing: these load no model library.
             from spectune.optimizer.shortlisted import ShortlistedDrafts
 
-            here = store, partial(_load_pair, store, info), info.id, ordinals
+            here = store, partial(_load_pair, store, info), info.id, opened.ordinals
             trace.on_demand = ShortlistedDrafts(*here, fitted(store, info.pair_id), few=0)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
-    why = why_approximate(info, policy)
-    return Simulated(replayed, skipped, why)
+    return Simulated(replayed, opened, _why_approximate(info, policy))
 
 
-def _reader(
-    store: TraceStore, info: Recording, trace: ReplayTrace, ordinals: Sequence[int]
-) -> Reader:
+def _reader(store: TraceStore, opened: Opened) -> Reader:
     """Reads what replays of a recording lack, with its pair as it was loaded then, once. Raises
     PairError where that is gone."""
-    readers: list[Reader] = []
+    trace, info = opened.trace, opened.info
 
     def read(draft: str, nodes: Mapping[int, Nodes]) -> Mapping[int, Panorama]:
-        if not readers:
-            # Most replays lack nothing: these load no model library.
-            from spectune.optimizer.record import draft_reader
+        # Most replays lack nothing: these load no model library.
+        from spectune.optimizer.record import draft_reader
 
-            pair, texts = _load_pair(store, info), trace.trajectories
-            readers.append(draft_reader(store, pair, info.id, texts, trace.panoramas, ordinals))
-        return readers[0](draft, nodes)
+        here = store, pair(), info.id, trace.trajectories, trace.panoramas, opened.ordinals
+        return draft_reader(*here)(draft, nodes)
 
+    pair = cache(partial(_load_pair, store, info))
     return read
 
 
@@ -218,7 +187,7 @@ def _load_pair(store: TraceStore, info: Recording) -> LoadedPair:
     return load_pair(spec, device=device, dtype=dtype)
 
 
-def why_approximate(info: Recording, policy: Policy) -> str:
+def _why_approximate(info: Recording, policy: Policy) -> str:
     """Why a replay's rounds are not exactly the runtime's, "" where they are."""
     drawn = info.verifier == "rejection" and not info.sampling.greedy
     if drawn and any(candidate.stop.kind != "none" for candidate in policy.candidates):
