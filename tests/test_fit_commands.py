@@ -15,14 +15,12 @@ import sqlalchemy as sa
 from databases import opened
 from doors import Door, write_workload
 from sqlalchemy import LargeBinary, literal
-from synthetic import flat_profile, with_terms
 from test_hot_reload import publish
 from tree_reference import Law, Node, Stratify, TopK, build, cheapest_first, verify
 
 from spectune.optimizer.fit.c2t import classifier_examples
 from spectune.optimizer.fit.heterospec import bin_rounds
 from spectune.optimizer.fit.recorded_trees import RecordedTrees
-from spectune.optimizer.fit.sequoia import DEPTH as STATIC_DEPTH
 from spectune.optimizer.fit.sequoia import rank_acceptance
 from spectune.optimizer.parts import split
 from spectune.optimizer.serving import last_good, watch
@@ -209,7 +207,6 @@ def test_every_fit_replays_and_runs(door: Door, shared: TraceStore, pair: Loaded
     assert made["bins"]["policy"]["stratify"]["alpha"] == DEPTH - 3
     assert made["classifier"]["hidden"] == 12
     assert len(made["static_tree"]["paths"]) == 6
-    assert made["static_tree"]["expected_tokens_per_s"] is None
 
 
 def test_the_same_fit_is_the_same_artifact(door: Door) -> None:
@@ -233,24 +230,6 @@ def test_people_see_tables(door: Door, command: str, words: tuple[str, ...]) -> 
     found = door.call(f"fit {command} --draft near", env={"COLUMNS": "200"})
     assert found.exit_code == 0, found.output
     assert all(word in found.stdout for word in (*words, "a policy with it: {")), found.stdout
-
-
-def test_a_static_tree_by_costs(door: Door, shared: TraceStore, pair: LoadedPair) -> None:
-    profile = flat_profile(pair.id, pair.drafts)
-    without = shared.put_profile(with_terms(profile, {"top_k/near": None}))
-    static = "fit static-tree --draft near"
-    assert "has no costs of trees for draft 'near': run `" in door.error(static)
-    assert "--set fit.nodes=N --set fit.depth=D" in door.error(
-        static, profile=without, nodes=3, depth=2
-    )
-    shared.put_profile(profile)
-    cheap = fit(door, "static-tree", nodes=12)
-    assert cheap["limits"] == {"nodes": 12, "depth": STATIC_DEPTH}
-    assert cheap["profile"] == shared.profile_of(pair.id, device="cpu").id  # type: ignore[union-attr]
-    assert 1 < cheap["expected_tokens"] < 13
-    assert cheap["expected_tokens_per_s"] > 0
-    free = fit(door, "static-tree", nodes=cheap["nodes"], depth=cheap["depth"])
-    assert free["expected_tokens"] == pytest.approx(cheap["expected_tokens"])
 
 
 def test_artifacts_of_another_pair(door: Door, shared: TraceStore, pair: LoadedPair) -> None:

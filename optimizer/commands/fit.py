@@ -64,8 +64,6 @@ def _recording(store: TraceStore, s: Fit, talk: Talk) -> str:
 def _trees(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> StoredFit:
     if s.draft is None:
         raise ConfigError("--draft is needed: whose trees are fitted to")
-    if s.kind == "static-tree":
-        options["profile"] = s.profile
     source = tree_source(store, _recording(store, s, talk), s.draft)
     stored: StoredFit = TREES[s.kind][0](source, progress=talk.progress, **options)
     return stored
@@ -104,25 +102,14 @@ def fit_result(stored: StoredFit) -> Result:
     """What was fitted: its rows as tables, its figures as one, and the policy to begin with unless
     that is a draft alone."""
     data = stored.to_json()
-    tables, figures = [], []
-    for key, value in _flat(data):
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            tables.append(Table(value, title=key))
-        elif not isinstance(value, (list, tuple)) and value is not None:
-            figures.append({"figure": key, "value": value})
+    lists = {key: value for key, value in data.items() if isinstance(value, list) and value}
+    figures = [
+        {"figure": key, "value": value}
+        for key, value in data.items()
+        if isinstance(value, (str, int, float))
+    ]
+    tables = [Table(v, title=key) for key, v in lists.items() if isinstance(v[0], Mapping)]
+    tables.append(Table(figures, title=f"{stored.kind} fitted"))
     is_draft = stored.policy.keys() == {"draft"} and isinstance(stored.policy["draft"], str)
     start = "" if is_draft else f"; a policy with it: {json.dumps(stored.policy)}"
-    text = f"artifact {stored.artifact}{start}"
-    rows = tables[0].rows if tables else ()
-    return Result(text, data, rows, [*tables, Table(figures, title=f"{stored.kind} fitted")])
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Values by their path, the policy left out."""
-    flat: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        if isinstance(value, Mapping) and key != "policy":
-            flat += _flat(value, f"{prefix}{key}.")
-        elif key != "policy":
-            flat.append((prefix + key, value))
-    return flat
+    return Result(f"artifact {stored.artifact}{start}", data, tables[0].rows, tables)

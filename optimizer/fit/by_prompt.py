@@ -22,7 +22,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.fit.shared import StoredFit, keep, profile_of
+from spectune.optimizer.fit.shared import StoredFit, keep
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.search import search
@@ -74,7 +74,12 @@ def fit_recorded(
             f"recording {info.id} is of {info.engine}, which follows no policy by prompt; "
             "`record` its prompts here and fit to that"
         )
-    costs = profile_of(store, pair.id, profile, **pair.place)
+    costs = store.profile_of(pair.id, profile, **pair.place)
+    if costs is None or costs.pair_id != pair.id:
+        where = f" on {pair.place['hardware']} in {pair.place['dtype']}" if not profile else ""
+        raise TraceError(
+            f"there is no latency profile {profile or ''} of pair {pair.id}{where}: run `profile`"
+        )
     drafts = [draft for draft in pair.draft_names if draft in info.drafts]
     replayed = candidates or [Policy(draft=draft) for draft in drafts]
     opened = open_trace(store, info.id, replayed)

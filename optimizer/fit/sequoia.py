@@ -1,5 +1,5 @@
-"""Sequoia's static tree (section 3.1): the best fixed tree for acceptance by rank, and of those of
-all sizes the one that is fastest by measured costs.
+"""Sequoia's static tree (section 3.1): the best fixed tree of a size for acceptance by rank. Which
+size is fastest on a device (section 3.3) a tuning's replays of all sizes tell.
 
 p[l, r] is the probability that the target takes the child of rank r of a node at level l (the
 root's is 0), given that it took the node. Children of one node exclude each other, so a row sums to
@@ -10,74 +10,52 @@ the path.
 from __future__ import annotations
 
 import heapq
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
-from spectune.optimizer.fit.shared import StoredFit, profile_of
-from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.fit.shared import StoredFit
 from spectune.runtime.policies.artifacts import STATIC_TREE
-from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
-from spectune.traces.tables import LatencyProfile
 
 FloatArray = npt.NDArray[np.float64]
 
 Path = tuple[int, ...]
 """Ranks from the root down to a node."""
 
-NODES: Final = 64
+NODES: Final = 16
 DEPTH: Final = 16
 """Limits of a tree where nobody says."""
-SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Nodes of the trees among which costs choose."""
 MIN_PARENTS: Final = 200
 """Nodes on the text that a level needs for figures of its own; deeper levels are taken to be like
 the last that has them."""
 
 
 def fit_sequoia(
-    source: TreeSource,
-    *,
-    nodes: int | None = None,
-    depth: int | None = None,
-    profile: str | None = None,
-    progress: Progress = silent,
+    source: TreeSource, *, nodes: int = NODES, depth: int | None = None, progress: Progress = silent
 ) -> StoredFit:
-    """Finds and stores the best fixed tree for the acceptance by level and rank that was recorded.
-
-    With ``nodes`` and ``depth`` and no ``profile``: the tree of so many nodes and at most so many
-    levels that accepts most. Else the tree within these limits that replay with the costs of a
-    profile (the latest of the recording's pair and device by default) finds fastest. Raises
-    TraceError when the profile has no costs of trees or too little was recorded.
-    """
+    """Finds and stores the tree of ``nodes`` nodes and at most ``depth`` levels that accepts most,
+    for the acceptance by level and rank that was recorded. Raises TraceError where there is none,
+    or too little was recorded."""
     forest = source.trees.forest
     # Where a distribution is a function of the prefix, the text's own ranks say all, at any depth.
     deepest = depth or (DEPTH if forest.shared and forest.full else forest.depth)
-    most = nodes or NODES
-    by_acceptance = profile is None and nodes is not None and depth is not None
-    costs = None if by_acceptance else _costs(source, profile)
+    progress("static tree", 0, 1)
     chance, parents = rank_acceptance(source.trees, deepest)
-    speed = None
     try:
-        if costs is None:
-            paths = best_static_tree(chance, most, deepest)
-        else:
-            paths, speed = _fastest(source, chance, most, deepest, costs, progress)
+        paths = best_static_tree(chance, nodes, deepest)
     except ValueError as error:
         raise TraceError(f"no static tree: {error}") from None
+    progress("static tree", 1, 1)
     levels = max(map(len, paths))
     fitted = {
         "paths": [list(path) for path in paths],
         "nodes": len(paths),
         "depth": levels,
         "expected_tokens": 1.0 + expected_accepted(chance, paths),
-        "expected_tokens_per_s": speed,
-        "limits": {"nodes": most, "depth": deepest},
-        "profile": None if costs is None else costs.id,
         "acceptance": np.round(chance, 6).tolist(),
         "parents": parents.tolist(),
     }
@@ -144,47 +122,3 @@ def expected_accepted(chance: FloatArray, paths: tuple[Path, ...]) -> float:
     return float(
         sum(np.prod([chance[min(n, last), rank] for n, rank in enumerate(path)]) for path in paths)
     )
-
-
-def _fastest(
-    source: TreeSource,
-    chance: FloatArray,
-    nodes: int,
-    depth: int,
-    costs: LatencyProfile,
-    progress: Progress,
-) -> tuple[tuple[Path, ...], float]:
-    """The fastest tree within limits on the texts that are fitted to, and its tokens/s. Raises
-    ValueError where there is none."""
-    trees: dict[tuple[Path, ...], None] = {}
-    for levels in range(1, depth + 1):
-        for size in (*(n for n in SIZES if n < nodes), nodes):
-            try:
-                trees[best_static_tree(chance, size, levels)] = None
-            except ValueError:
-                break
-    if not trees:
-        raise ValueError("there is no tree within these limits")
-    speeds = {}
-    for n, paths in enumerate(trees):
-        growth = {"kind": "static", "paths": paths}
-        policy = parse_policy({"draft": source.trees.forest.draft, "growth": growth})
-        replay = run_replay(source.trace, policy, costs, approximate=True)
-        speeds[paths] = replay.total.tokens_per_s
-        progress("static trees", n + 1, len(trees))
-    best = max(speeds, key=lambda paths: speeds[paths])
-    return best, speeds[best]
-
-
-def _costs(source: TreeSource, profile: str | None) -> LatencyProfile:
-    otherwise = "or give --set fit.nodes=N --set fit.depth=D to choose by acceptance alone"
-    about, draft = source.info.options, source.trees.forest.draft
-    place: dict[str, Any] = {"device": str(about.get("device", "cpu")), "dtype": about.get("dtype")}
-    pair_id, hint = source.info.pair_id, f", {otherwise}"
-    measured = profile_of(source.store, pair_id, profile, hint, **place)
-    if draft not in measured.tree_drafts:
-        raise TraceError(
-            f"profile {measured.id} has no costs of trees for draft {draft!r}: run `profile` "
-            f"again, name another with --profile ID, {otherwise}"
-        )
-    return measured

@@ -14,7 +14,7 @@ from spectune.optimizer.parts import recorded_parts
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile, Trajectory
+from spectune.traces.tables import Trajectory
 
 
 @dataclass(frozen=True)
@@ -30,31 +30,6 @@ class StoredFit:
     def to_json(self) -> dict[str, Any]:
         about = {"artifact": self.artifact, "kind": self.kind}
         return {**about, **self.document, "policy": self.policy}
-
-
-def profile_of(
-    store: TraceStore,
-    pair_id: str,
-    name: str | None,
-    otherwise: str = "",
-    *,
-    device: str,
-    dtype: str | None = None,
-    hardware: str | None = None,
-) -> LatencyProfile:
-    """A stored profile, by default the latest of a pair, device, dtype and hardware. Raises
-    TraceError where there is none, saying what else could be done, and for another pair's."""
-    profile = store.profile_of(pair_id, name, device=device, dtype=dtype, hardware=hardware)
-    if profile is None:
-        place = " in ".join(x for x in (hardware or device, dtype) if x)
-        raise TraceError(
-            f"there is no latency profile of pair {pair_id} on {place}: run `profile`{otherwise}"
-        )
-    if profile.pair_id != pair_id:
-        raise TraceError(
-            f"--profile {profile.id} is of pair {profile.pair_id}, not of pair {pair_id}"
-        )
-    return profile
 
 
 def keep(
