@@ -211,14 +211,6 @@ def _safetensors_header(opened: BinaryIO) -> dict[str, Any]:
     return header
 
 
-def is_checkpoint_file(file: Path) -> bool:
-    """Whether a file, there or not, would be one of a checkpoint's: in its folder or one below,
-    named as what decides a text."""
-    names = (*WEIGHTS, *TEXT_FILES, CONFIG, GENERATION, ADAPTER)
-    folders = [folder for folder in file.parents[:2] if os.path.isfile(folder / CONFIG)]
-    return any(file.relative_to(folder).match(name) for folder in folders for name in names)
-
-
 # ----------------------------------------------------------------------------------- configurations
 
 NEUTRAL: Mapping[float | None, str] = {

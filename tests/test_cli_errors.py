@@ -158,7 +158,7 @@ T = "--set target=pair/target"
         (f"{RUN} --outputs no/where.jsonl", "--outputs no/where.jsonl: there is no folder"),
         (f"{RUN} --per-round no/where.jsonl", "--per-round no/where.jsonl: there is no folder"),
         (f"{RUN} --per-round {LONG}", "--per-round"),
-        (f"{RUN} --per-round good.jsonl", "that is read by this command; name another file"),
+        (f"{RUN} --per-round good.jsonl", "this command needs that file; name another"),
         (f"{RUN} --outputs spectune.db", "that is the database in use; name another file"),
         (f"{RUN} --outputs pipe", "no regular file"),
         (f"simulate --policy '{FIXED}' --per-round no/where.jsonl", "there is no folder"),

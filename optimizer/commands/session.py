@@ -22,7 +22,6 @@ from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
 from spectune.options import without_effect
-from spectune.runtime.checkpoints import is_checkpoint_file
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -188,36 +187,17 @@ def database_files(db: str) -> list[Path]:
 
 
 def check_writable(settings: Settings, **paths: str | None) -> None:
-    """Raises OutputError for a path, by its option, that cannot be written or is needed otherwise,
-    before the work is done whose result would go there."""
-    taken: dict[Path, str | None] = {}
-    taken |= {Path(path).resolve(): "read by this command" for path in _inputs(settings)}
-    taken |= {path.resolve(): "the database in use" for path in database_files(settings.db)}
+    """Raises OutputError for a path, by its option, that cannot be written or that the command
+    needs, before the work is done whose result would go there."""
+    needed = {p.resolve() for p in (*database_files(settings.db), *map(Path, _inputs(settings)))}
     for name, path in paths.items():
         if path is None:
             continue
-        option = f"--{name.replace('_', '-')}"
-        if (problem := why_not_writable(path)) is None:
-            target = Path(path).resolve()
-            # A model's file may be a link to another place, where nothing shows whose it is.
-            beside = Path(path).parent.resolve() / Path(path).name
-            use = taken.get(target)
-            if use is None and (is_checkpoint_file(target) or is_checkpoint_file(beside)):
-                use = "a file of a model"
-            if use is None and _is_database(target):
-                use = "a SQLite database"
-            problem = f"that is {use}; name another file" if use else None
+        problem = why_not_writable(path)
+        if problem is None and Path(path).resolve() in needed:
+            problem = "this command needs that file; name another"
         if problem is not None:
-            raise OutputError(f"{option} {shortened(path)}: {problem}")
-        taken[target] = f"{option}, too"
-
-
-def _is_database(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(16) == b"SQLite format 3\0"
-    except OSError:
-        return False
+            raise OutputError(f"--{name.replace('_', '-')} {shortened(path)}: {problem}")
 
 
 def _inputs(settings: Settings) -> Iterator[str]:
