@@ -84,8 +84,6 @@ _loaded: dict[_PairKey, LoadedPair] = {}
 """A worker's pair."""
 _lock = threading.Lock()
 """Of a worker's threads one works at a time, as a pair's passes are made for one."""
-_helped_until: dict[_PairKey, float] = {}
-"""When this machine's helpers of a pair ended their last work."""
 
 
 def on_every_core(
@@ -95,9 +93,8 @@ def on_every_core(
     depends on its arguments alone.
 
     ``items``, ``count`` of them, may be made while they are drawn. Processes of this machine help
-    where cores would be idle and what remains would take more than ``PATIENCE_S``, or they are
-    there already. Results are the same: each is computed by one thread either way. Raises
-    SpectuneError where one is killed.
+    where cores would be idle and what remains would take more than ``PATIENCE_S``. Results are the
+    same: each is computed by one thread either way. Raises SpectuneError where one is killed.
     """
     dtype = str(pair.target.dtype).removeprefix("torch.")
     key = _PairKey(pair.spec, pair.id, pair.device.type, dtype)
@@ -109,8 +106,7 @@ def on_every_core(
     try:
         for item in items:
             remaining_s = seconds / max(1, done) * (count - done)
-            is_warm = time.monotonic() < _helped_until.get(key, -IDLE_S) + IDLE_S / 2
-            if executor is None and is_small and helpers and (remaining_s > PATIENCE_S or is_warm):
+            if executor is None and is_small and helpers and remaining_s > PATIENCE_S:
                 start = {"initializer": _begin, "initargs": (key,), "timeout": IDLE_S}
                 executor = get_reusable_executor(helpers, **start)
             # The next item is there when one is done.
@@ -125,10 +121,7 @@ def on_every_core(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-        if executor and not _cluster.get():
-            _helped_until[key] = time.monotonic()
     except BrokenExecutor as error:
-        _helped_until.clear()
         raise SpectuneError(
             "a helper process was killed (is memory short?); what was stored is safe, run the "
             "command again"

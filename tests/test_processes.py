@@ -41,10 +41,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Door:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One helper beside this process, whatever machine this is; it stays from test to test, and a
-    test does not know it yet."""
+    """One helper beside this process, whatever machine this is; it stays from test to test."""
     monkeypatch.setattr(processes, "cpu_count", lambda: 2)
-    monkeypatch.setattr(processes, "_helped_until", {})
 
 
 def squared(pair: LoadedPair, item: int) -> tuple[int, int]:
@@ -76,9 +74,6 @@ def test_results_come_in_order_from_this_process_and_others(
     others = {who for _, who in first} - {os.getpid()}
     assert len(others) == 1
     assert {who for _, who in second} == {os.getpid(), *others}, "the helper is still there"
-    monkeypatch.setattr(processes, "PATIENCE_S", 1e9)
-    third = {who for _, who in on_every_core(pair, squared, range(9), 9)}
-    assert third == {os.getpid(), *others}, "who is there helps with little"
 
 
 def test_errors_arrive_and_what_is_left_early_is_dropped(
