@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import Talk, open_store
-from spectune.optimizer.schedule import Job, run_worker
+from spectune.optimizer.schedule import run_worker
 from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.settings import ScheduleRun
 
@@ -21,13 +18,6 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
         def page(study: str) -> str | None:
             return page_of(store, study, s.db, None, talk.tell)[0]
 
-        def watch(
-            job: Job, outcome: str, result: Mapping[str, Any] | None, error: str | None
-        ) -> None:
-            report = (result or {}).get("report")
-            about = f": {error}" if error else f", its page is {report}" if report else ""
-            talk.tell(f"{job.name}: slot of {job.slot:%Y-%m-%d %H:%M:%S} UTC: {outcome}{about}")
-
         job = tuning_job(store, progress=talk.progress, page=page, tell=talk.tell)
-        outcomes = run_worker(store.database, job, once=s.once, poll_s=s.poll, watch=watch)
+        outcomes = run_worker(store.database, job, once=s.once, poll_s=s.poll, tell=talk.tell)
     return Result(", ".join(f"{number} {name}" for name, number in outcomes.items()), outcomes)

@@ -36,8 +36,8 @@ PATIENCE_S = 30.0
 Run = Callable[[Job], Mapping[str, Any]]
 """A job function. Its result must be JSON. An exception fails the job, whose next slot is its next
 try; only where the database is away is the job handed back for another attempt."""
-Watch = Callable[[Job, str, Mapping[str, Any] | None, str | None], None]
-"""Called with a job, how its attempt ended, its result and its error."""
+Tell = Callable[[str], None]
+"""Called with a line on how an attempt ended."""
 
 log = logging.getLogger("spectune.schedule")
 
@@ -52,7 +52,7 @@ def run_worker(
     lease_s: float = LEASE_S,
     clock: Callable[[], datetime] | None = None,
     stop: threading.Event | None = None,
-    watch: Watch = lambda job, outcome, result, error: None,
+    tell: Tell = lambda line: None,
 ) -> dict[str, int]:
     """Runs what is due until SIGINT, SIGTERM or ``stop``, or ``once`` until nothing is due; returns
     how many attempts were done, failed, lost and released.
@@ -73,7 +73,7 @@ def run_worker(
                     log.warning("the database is back")
                 has_begun, is_away = True, False
                 if job is not None:
-                    outcomes[_attempt(job, run, lease_s, stop, watch)] += 1
+                    outcomes[_attempt(job, run, lease_s, tell)] += 1
                 elif once:
                     break
                 else:
@@ -88,7 +88,7 @@ def run_worker(
     return dict(outcomes)
 
 
-def _attempt(job: Job, run: Run, lease_s: float, stop: threading.Event, watch: Watch) -> str:
+def _attempt(job: Job, run: Run, lease_s: float, tell: Tell) -> str:
     """Runs a job and writes how it ended, which is returned."""
     result: Mapping[str, Any] | None = None
     error: str | None = None
@@ -109,7 +109,9 @@ def _attempt(job: Job, run: Run, lease_s: float, stop: threading.Event, watch: W
             raise
         if outcome != "lost":
             outcome = _end(job, outcome, result, error)
-    watch(job, outcome, result, error)
+    report = (result or {}).get("report")
+    about = f": {error}" if error else f", its page is {report}" if report else ""
+    tell(f"{job.name}: slot of {job.slot:%Y-%m-%d %H:%M:%S} UTC: {outcome}{about}")
     return outcome
 
 
