@@ -623,14 +623,14 @@ class Run(Decoded):
 class Record(Decoded):
     """Decode a workload, store the texts, and compute each draft's proposals at every position.
 
-    An unfinished recording of the same arguments is resumed, and so is the one that --resume names.
-    Trees are recorded on request; with --resume they may be made wider or deeper than before."""
+    An unfinished recording of the same arguments is resumed. Trees are recorded on request; with
+    --resume they may be made wider or deeper than before."""
 
     example = "record --pair pair.json --workload chats.jsonl --temperature 0.7"
 
     search: Search = group(Search(), "gamma_max")
     trees: Trees = group(Trees(width=0), "width", "depth")
-    resume: str | None = setting(None, "Make what this recording lacks: texts and panoramas.")
+    resume: str | None = setting(None, "Make the panoramas that this recording lacks.")
     fresh: bool = setting(False, "Begin anew instead of resuming an unfinished recording.")
     workers: str | None = setting(None, WORKERS, hidden=True)
 
@@ -728,7 +728,7 @@ class Fitting(Group):
     depth: int | None = setting(None, "Levels of the trees.", ge=1, le=64)
     width: int | None = setting(None, "Children of a node.", ge=1, le=32)
     top_n: int | None = setting(None, "Bins: nodes kept of a tree.", ge=1, le=256)
-    nodes: int | None = setting(None, "Static tree: most nodes.", ge=1, le=256)
+    nodes: int | None = setting(None, "Static tree: its nodes.", ge=1, le=256)
     starts: Count | None = setting(None, "Rounds of trees that are fitted to, at most.")
     hidden: int | None = setting(None, "Hidden units.", ge=2, le=65_536)
     epochs: int | None = setting(None, "Passes over the examples.", ge=1, le=1000)
@@ -753,7 +753,7 @@ class Fit(InPlace, OnDevice, OnPair):
     since: Moment | None = setting(None, "A sample of what its pair decoded since (24h) instead.")
     draft: str | None = setting(None, "Draft that is fitted to, by name.")
     policy: PolicyNames = setting((), "Chooser: one of the policies to choose from; repeatable.")
-    profile: str | None = setting(None, "Latency profile whose costs count; default: the latest.")
+    profile: str | None = setting(None, "Chooser: profile whose costs count; default: the latest.")
     corpus: Texts = setting((), "Frequencies: count these text files instead; repeatable.")
     fit: Fitting = group(Fitting())
 

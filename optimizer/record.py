@@ -29,9 +29,6 @@ from spectune.traces.tables import DESIGNED, Panorama, Recording, Trajectory
 
 Nodes = tuple[Any, Any]
 
-BATCH = 4
-"""Panoramas of a draft stored in one transaction; with trees each takes a second to make."""
-
 
 def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
     """Token ids of each text, prompt and output: what a profile is measured on."""
@@ -107,7 +104,6 @@ def record(
     slot: str = "",
     fresh: bool = False,
     reuse_complete: bool = False,
-    begun: Recording | None = None,
     progress: Progress = silent,
 ) -> Recording:
     """Decodes and stores every request, then the panoramas of its texts; what is stored already is
@@ -115,21 +111,17 @@ def record(
 
     A recording that was begun with the same arguments and not finished is resumed, unless
     ``fresh``; with ``reuse_complete`` a finished one counts as well. A ``slot`` makes it a
-    recording of its own: only who names the same one resumes it or finds it complete. ``begun`` is
-    the one to go on with (:func:`begun_as` has its arguments). The policy in ``source`` changes how
-    fast this goes, never what is recorded. Every request is committed as it ends, so that a kill
-    loses at most the one in hand.
+    recording of its own: only who names the same one resumes it or finds it complete. The policy in
+    ``source`` changes how fast this goes, never what is recorded. Every request is committed as it
+    ends, so that a kill loses at most the one in hand.
     """
     encoded = encode(pair, workload, options, spec.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     request = asked_of(pair, store.put_workload(workload), options, slot)
-    info = begun
-    if info is None and not fresh:
-        info = store.find_recording(request, state="recording")
-        if info is None and reuse_complete:
-            info = store.find_recording(request, state="complete")
-    if info is None:
-        info = store.create_recording(request)
+    info = None if fresh else store.find_recording(request, state="recording")
+    if info is None and reuse_complete and not fresh:
+        info = store.find_recording(request, state="complete")
+    info = info or store.create_recording(request)
     put_policies(store, [source.current().policy])
     _decode(store, pair, info.id, encoded, Decoder(pair, source, options.verifier), progress)
     record_panoramas(store, pair, info.id, spec, progress=progress)
@@ -159,33 +151,6 @@ def _decode(
         progress("decode", ordinal + 1, len(encoded.items))
 
 
-def begun_as(
-    store: TraceStore, pair: LoadedPair, info: Recording
-) -> tuple[Workload, DecodeOptions]:
-    """The arguments that an unfinished recording of a workload was begun with. Raises TraceError
-    where the pair is loaded otherwise."""
-    assert info.workload_id is not None
-    begun = info.options
-    if info.engine != "native":
-        raise TraceError(
-            f"recording {info.id} is unfinished and was begun on {info.engine}; repeat the "
-            "`record` that began it"
-        )
-    options = DecodeOptions(
-        info.sampling,
-        info.max_new_tokens,
-        info.verifier,
-        tuple(begun["stop_strings"]),
-        begun["chat"],
-    )
-    if not recording_options(pair, options).items() <= begun.items():
-        raise TraceError(
-            f"recording {info.id} is unfinished and was begun on {begun['device']} in "
-            f"{begun['dtype']}; go on with --device {begun['device']} --set dtype={begun['dtype']}"
-        )
-    return store.get_workload(info.workload_id), options
-
-
 def record_panoramas(
     store: TraceStore,
     pair: LoadedPair,
@@ -198,30 +163,43 @@ def record_panoramas(
     """Records, on every core, the panoramas that a recording lacks, of some requests or all, and
     returns how many. Raises TraceError for a text that a draft does not hold."""
     info, added = store.get_recording(recording), 0
-    past = GAMMA_LIMIT * engine_named(info.engine).past_end
     for draft in spec.drafts:
         gamma_max, width, depth = spec.size_of(draft)
         lacking = set(store.missing_panoramas(recording, draft, gamma_max, width, depth))
-        missing = sorted(lacking if ordinals is None else lacking & set(ordinals))
-        if not missing:
-            continue
+        if ordinals is not None:
+            lacking &= set(ordinals)
         if (extent := info.drafts.get(draft)) is not None:  # what replaces a panorama is as large
             gamma_max, width = max(gamma_max, extent.gamma_max), max(width, extent.width)
             depth = max(depth, extent.depth)
-        stored = store.iterate(recording, drafts=(), ordinals=missing)
-        numbers, trajectories = zip(*((r.ordinal, r.trajectory) for r in stored), strict=True)
-        texts = [replace(t, max_new_tokens=t.max_new_tokens + past) for t in trajectories]
-        _check_context(pair, draft, texts)
-        work = partial(_record, draft=draft, gamma_max=gamma_max, width=width, depth=depth)
-        batch: list[tuple[int, Panorama]] = []
-        with closing(on_every_core(pair, work, texts, len(texts))) as panoramas:
-            for n, panorama in enumerate(panoramas):
-                batch.append((numbers[n], panorama))
-                if len(batch) == BATCH or n + 1 == len(texts):
-                    added += store.put_panoramas(recording, batch)
-                    batch = []
-                progress(f"panorama {draft}", n + 1, len(texts))
+        size: dict[str, Any] = {"gamma_max": gamma_max, "width": width, "depth": depth}
+        make = partial(record_panorama, draft=draft, **size)
+        added += make_panoramas(store, pair, recording, draft, make, lacking, progress=progress)
     return added
+
+
+def make_panoramas(
+    store: TraceStore,
+    pair: LoadedPair,
+    recording: str,
+    draft: str,
+    make: Callable[[LoadedPair, Trajectory], Panorama],
+    ordinals: Collection[int],
+    *,
+    progress: Progress = silent,
+) -> int:
+    """Stores the panorama of a draft that ``make`` returns of each of some requests' texts, made on
+    every core; how many. Raises TraceError for a text that the draft does not hold."""
+    stored = [*store.iterate(recording, drafts=(), ordinals=sorted(ordinals))] if ordinals else []
+    past = GAMMA_LIMIT * engine_named(store.get_recording(recording).engine).past_end
+    texts = []
+    for text in (request.trajectory for request in stored):
+        texts.append(replace(text, max_new_tokens=text.max_new_tokens + past))
+    _check_context(pair, draft, texts)
+    with closing(on_every_core(pair, make, texts, len(texts))) as panoramas:
+        for n, panorama in enumerate(panoramas):
+            store.put_panoramas(recording, [(stored[n].ordinal, panorama)])
+            progress(f"panorama {draft}", n + 1, len(texts))
+    return len(texts)
 
 
 def _check_context(pair: LoadedPair, draft: str, texts: Iterable[Trajectory]) -> None:
@@ -234,10 +212,6 @@ def _check_context(pair: LoadedPair, draft: str, texts: Iterable[Trajectory]) ->
                 f"request {text.request_id}: its text of {size} tokens exceeds {context}; leave "
                 "that draft out of the pair, or record shorter texts"
             )
-
-
-def _record(pair: LoadedPair, text: Trajectory, **size: Any) -> Panorama:
-    return record_panorama(pair, text, **size)
 
 
 def draft_reader(

@@ -5,13 +5,12 @@ head."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from spectune.optimizer.processes import on_every_core
-from spectune.optimizer.record import draft_reader
+from spectune.optimizer.record import draft_reader, make_panoramas
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
@@ -66,20 +65,12 @@ def record_setting(
         gamma_max, width = 1, tree.width
         growth = RecordedGrowth(tree, max(DEPTH, policy.depth_max))
     missing = {*store.missing_panoramas(recording, name, gamma_max, width)} & {*ordinals}
-    if not missing:
-        return 0
-    requests = [*store.iterate(recording, drafts=(name,), ordinals=sorted(missing))]
-    for request in requests:  # what replaces a panorama is as large
-        if (before := request.panoramas.get(name)) is not None:
+    for request in store.iterate(recording, drafts=(name,), ordinals=sorted(missing)):
+        if (before := request.panoramas.get(name)) is not None:  # what replaces it is as large
             gamma_max, width = max(gamma_max, before.gamma_max), max(width, before.width)
     size: dict[str, Any] = {"gamma_max": gamma_max, "width": width, "growth": growth}
-    work = partial(record_shortlisted, rule=rule, name=name, **size)
-    texts = [request.trajectory for request in requests]
-    with closing(on_every_core(pair, work, texts, len(texts))) as panoramas:
-        for n, panorama in enumerate(panoramas):
-            store.put_panoramas(recording, [(requests[n].ordinal, panorama)])
-            progress(f"panorama {name.partition('@')[0]}", n + 1, len(texts))
-    return len(texts)
+    make = partial(record_shortlisted, rule=rule, name=name, **size)
+    return make_panoramas(store, pair, recording, policy.draft, make, missing, progress=progress)
 
 
 @dataclass

@@ -120,36 +120,16 @@ def test_chances_are_recorded_where_the_verifier_draws(
     assert len(panorama.trie.accept) == drawn * panorama.positions
 
 
-def test_resume_finishes_what_was_begun(door: Door, store: TraceStore) -> None:
-    """Texts as well as panoramas, by the arguments that it was begun with; not another one that was
-    begun alike."""
+def test_resume_of_what_was_never_finished_says_how_to_finish_it(
+    door: Door, store: TraceStore
+) -> None:
     whole = store.get_recording(store.resolve_recording("latest"))
-
-    def begin(**options: object) -> str:
-        of = (whole.pair_id, whole.workload_id, whole.sampling, whole.max_new_tokens)
-        return store.create_recording(Asked(*of, options={**whole.options, **options})).id
-
-    begun, newer, other = begin(), begin(), begin(dtype="bfloat16")
-    again = ("record", "--pair", door.pair, "--gamma-max", 4, "--resume")
-    called = door.call(*again, begun, "--max-new-tokens", 99, "--json")
+    of = (whole.pair_id, whole.workload_id, whole.sampling, whole.max_new_tokens)
+    begun = store.create_recording(Asked(*of, options=whole.options)).id
+    again = ("record", "--pair", door.pair, "--gamma-max", 4)
+    called = door.call(*again, "--resume", begun, "--max-new-tokens", 99)
     assert "no effect with --resume, whose texts are there: --max-new-tokens" in called.stderr
-    found = json.loads(called.stdout)
-    assert (found["recording"], found["state"], found["drafts"]) == (
-        begun,
-        "complete",
-        whole.to_json()["drafts"],
-    )
-    texts = [
-        [t.output_ids.tolist() for t in store.load(name).trajectories] for name in (begun, whole.id)
-    ]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == 3
-    assert store.get_recording(newer).n_requests == 0
-    fine = begin(dtype="float64")
-    assert door.json(*again, fine, "--dtype", "float64")["state"] == "complete"
-    line = door.refused(*again, other, "--dtype", "float32")
-    assert f"recording {other} is unfinished and was begun on cpu in bfloat16" in line
-    assert "--device cpu --set dtype=bfloat16" in line
+    assert f"recording {begun} was never finished: the `record` that began it" in called.stderr
 
 
 def test_trees_are_widened_and_never_narrowed(door: Door, store: TraceStore) -> None:

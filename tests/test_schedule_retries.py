@@ -13,7 +13,6 @@ from test_publishing import HOUR, T0, settings
 from trace_values import a_panorama, a_trajectory, damage
 
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.record import begun_as
 from spectune.optimizer.schedule import Job
 from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.schedule.worker import Run
@@ -66,7 +65,6 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
         work(store, pair, 1, dies_in="decode", after=3)
     (begun,) = store.list_recordings()
     assert (begun.state, begun.n_requests) == ("recording", 3)
-    assert begun_as(store, pair, begun)[1].max_new_tokens == 8, "`record --resume` can finish it"
 
     def gone(*_arguments: object, **_how: object) -> None:
         raise SystemExit("profile")

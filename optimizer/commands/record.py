@@ -4,7 +4,6 @@ texts."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from spectune.optimizer.commands.decoding import (
     NATIVE,
@@ -27,7 +26,7 @@ from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.inputs import recording_of, tree_size
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.processes import dask_workers
-from spectune.optimizer.record import PanoramaSpec, begun_as, record_panoramas
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.record import record as record_texts
 from spectune.optimizer.serving import last_good
 from spectune.runtime.loading import LoadedPair
@@ -57,10 +56,19 @@ def record(s: Record, talk: Talk) -> Result:
         spec = pair_of(s, store, s.resume)
         if s.policy != "active":
             policy_named(store, s.policy, "", "", "", talk)
-        if s.resume:
-            info, pair = _resume(store, spec, s, talk)
+        if not (s.resume or on_engine):
+            info, pair = _decode(store, spec, s, talk)
         else:
-            info, pair = (_serve if on_engine else _record)(store, spec, s, talk)
+            name = _serve(store, spec, s, talk) if on_engine else _resumed(store, spec, s, talk)
+            pair = load(s, spec, talk)
+            panoramas = PanoramaSpec(pair.chain_drafts, s.search.gamma_max)
+            if not on_engine:
+                panoramas = _spec(pair.draft_names, s)
+            with dask_workers(s.workers), pair.torch_threads():
+                record_panoramas(store, pair, name, panoramas, progress=talk.progress)
+            if on_engine:
+                store.finish_recording(name)
+            info = store.get_recording(name)
         texts = store.load(info.id, (), skip_corrupted=True).trajectories
         first = first_positions(store, info.id)
     checks = checked(texts)
@@ -87,7 +95,7 @@ def record(s: Record, talk: Talk) -> Result:
     )
 
 
-def _record(
+def _decode(
     store: TraceStore, spec: PairSpec, s: Record, talk: Talk
 ) -> tuple[Recording, LoadedPair]:
     """By the native decoder."""
@@ -96,73 +104,35 @@ def _record(
     pair = load(s, spec, talk)
     panoramas = _spec(pair.draft_names, s)
     workload = fit_to(pair, workload, options, s, talk)
-    source = _texts_source(store, pair, s, options, talk)
-    with dask_workers(s.workers), pair.torch_threads():
-        info = record_texts(
-            store, pair, workload, options, panoramas, source, fresh=s.fresh, progress=talk.progress
-        )
-    return info, pair
-
-
-def _texts_source(
-    store: TraceStore, pair: LoadedPair, s: Record, options: Any, talk: Talk
-) -> StaticSource:
-    """The policy that decodes the texts, which it never changes."""
     profile = store.profile_of(pair.id, **pair.place)
     if s.policy == "active":
         law = (options.verifier, options.sampling)
         plan = last_good(store, pair, profile, *law, s.deployment)
     else:
         plan = plan_of(store, pair, s.policy, options, profile, s.deployment, talk)
-    return StaticSource(plan)
-
-
-def _resume(
-    store: TraceStore, spec: PairSpec, s: Record, talk: Talk
-) -> tuple[Recording, LoadedPair]:
-    """Makes what a recording lacks, on the device and in the dtype that it was begun with."""
-    info = recording_of(store, s.resume or "latest", spec)
-    place = {
-        key: info.options.get(key, "auto")
-        for key in ("device", "dtype")
-        if info.state == "recording" and getattr(s, key) == "auto"
-    }
-    pair = load(s.model_copy(update=place), spec, talk)
-    panoramas = _spec(pair.draft_names, s)
+    what = (workload, options, panoramas, StaticSource(plan))
     with dask_workers(s.workers), pair.torch_threads():
-        begun = info.state == "recording" and info.workload_id is not None
-        if begun:
-            workload, options = begun_as(store, pair, info)
-            source = _texts_source(store, pair, s, options, talk)
-            info = record_texts(
-                store,
-                pair,
-                workload,
-                options,
-                panoramas,
-                source,
-                begun=info,
-                progress=talk.progress,
-            )
-        else:
-            record_panoramas(store, pair, info.id, panoramas, progress=talk.progress)
-    return store.get_recording(info.id), pair
+        info = record_texts(store, pair, *what, fresh=s.fresh, progress=talk.progress)
+    return info, pair
 
 
-def _serve(
-    store: TraceStore, spec: PairSpec, s: Record, talk: Talk
-) -> tuple[Recording, LoadedPair]:
+def _resumed(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
+    """The recording that is named."""
+    info = recording_of(store, s.resume or "", spec)
+    if info.state == "recording" and info.workload_id is not None:
+        talk.tell(
+            f"recording {info.id} was never finished: the `record` that began it, typed again, "
+            "makes the texts that it lacks"
+        )
+    return info.id
+
+
+def _serve(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
     """By another engine; its texts are read by the drafts afterwards."""
     served = Served(store, spec, s, talk, every_draft=True)
     texts = (served.workload, served.prompts, served.policy, served.load, served.options)
     with served.started() as running:
-        name = record_on(store, spec, running, *texts, fresh=s.fresh, progress=talk.progress).id
-    pair = load(s, spec, talk)
-    with dask_workers(s.workers), pair.torch_threads():
-        panoramas = PanoramaSpec(pair.chain_drafts, s.search.gamma_max)
-        record_panoramas(store, pair, name, panoramas, progress=talk.progress)
-        store.finish_recording(name)
-    return store.get_recording(name), pair
+        return record_on(store, spec, running, *texts, fresh=s.fresh, progress=talk.progress).id
 
 
 def _spec(drafts: Collection[str], s: Record) -> PanoramaSpec:

@@ -96,7 +96,7 @@ def _recording(store: TraceStore, spec: PairSpec, s: Tune, talk: Talk) -> Record
     if info.state != "complete" and info.workload_id is not None:
         talk.tell(
             f"recording {info.id} was never finished: tuning on the {info.n_requests} requests it "
-            f"holds (`record --resume {info.id}` makes the others)"
+            "holds (the `record` that began it makes the others)"
         )
     return info
 
