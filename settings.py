@@ -683,7 +683,8 @@ class Tune(InPlace, Decoding):
     Records the workload (or resumes, or finds it recorded), profiles the device, searches in
     simulation, executes the best beside plain baselines on requests the search has not seen, and
     publishes the winner if it beats the incumbent beyond noise on others that were held out for
-    this. With --arrivals, for an engine that serves many requests at once."""
+    this. With --arrivals, for an engine that serves many requests at once; with --url, on a vLLM
+    server that runs (docs/engines.md)."""
 
     example = "tune --pair pair.json --workload chats.jsonl --temperature 0.7 --budget 10m"
 
@@ -698,6 +699,8 @@ class Tune(InPlace, Decoding):
     engine: Literal["vllm", "openvino"] | None = setting(None, "With --arrivals: its recording.")
     load: Load = group(Load(), "arrivals")
     execute: bool = setting(False, "With --arrivals: execute the finalists too, and publish.")
+    url: str | None = setting(None, "A vLLM server that runs: tune it, with --folder.")
+    folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
     search: Search = group(Search())
     trees: Trees = group(Trees())
     race: Race = group(Race(), "budget")

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Place:
     """Where a policy is put in force: on a device, in a deployment, in place of ``over`` (None: of
-    nothing)."""
+    nothing that was published, but of what a server that runs ``serves`` by itself)."""
 
     device: str
     deployment: str
     over: Publication | None
+    serves: Policy | None = None
 
 
 def check_deployment(name: str) -> str:

@@ -203,7 +203,7 @@ def conclude(
     once per idempotency key. ``unusable``: why what is in force cannot be the incumbent, if it
     cannot; ``doubts``: what else is to be said; ``evidence``: what is stored with the publication
     beside the results; ``about``: further fields of :class:`Tuned`."""
-    in_force = place.over is not None and not unusable
+    in_force = (place.over is not None and not unusable) or place.serves is not None
     candidate, reason, publish = decide(
         raced.winner, raced.incumbent, confirmed, in_force=in_force, publish=options.publish
     )

@@ -75,10 +75,12 @@ def gather(
     sample: int = SAMPLE,
     *,
     key: str,
+    engine: str | None = None,
     tell: Tell = lambda line: None,
 ) -> str:
     """Stores a recording of what a pair decoded within ``window``, a random sample of the requests
-    that are :func:`of_one_sampling`, with their rounds and panoramas; its id.
+    that are :func:`of_one_sampling`, with their rounds and panoramas; its id. Of an ``engine`` that
+    is named the last of its requests: they arrived as they did.
 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
     nothing was recorded, or only what an engine sampled, which nothing decodes again here.
@@ -88,7 +90,11 @@ def gather(
     if ready is not None:
         return ready.id
     traffic = store.recorded_since(pair_id, store.clock() - window)
-    ours = [r for r in traffic if r.verifier != "greedy" or r.sampling.greedy]
+    if engine is None:
+        ours = [r for r in traffic if r.verifier != "greedy" or r.sampling.greedy]
+    else:
+        names = {i.id for i in store.list_recordings(pair_id) if i.engine == engine}
+        ours = traffic = tuple(r for r in traffic if r.recording in names)
     if traffic and not ours:
         raise TraceError(
             f"none of the {len(traffic)} requests recorded with pair {pair_id} in the last "
@@ -103,6 +109,8 @@ def gather(
     chosen = of_one_sampling(ours, tell)
     latest = chosen[-1]
     picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:sample].tolist())
+    if engine is not None:
+        picked = list(range(len(chosen)))[-sample:]
     items: dict[tuple[str, bytes], Appended] = {}
     panoramas = []
     damaged: list[Skipped] = []

@@ -106,11 +106,16 @@ def search_load(
 
 def roles_of(search: LoadSearch, incumbent: Policy) -> dict[str, Policy]:
     """Who is executed, by role: what the search proposes, the best constant of each load, a server
-    without a draft, one that has the draft loaded and drafts 0 tokens, and what is in force."""
+    without a draft, one that has the draft loaded and drafts 0 tokens, and what is in force. On a
+    server that runs these two are one."""
     best = [search.study.best_constant(name).policy for name in search.bench.loads]
-    policies = {policy.id: policy for policy in (search.trial.policy, *best)}
-    roles = {f"finalist {n}": policy for n, policy in enumerate(policies.values(), 1)}
+    proposals = [search.trial.policy, *best]
     idle = search.study.idle(search.trial.policy.draft)
+    if search.bench.loaded is not None:
+        proposals = [policy if policy.speculates else AUTOREGRESSIVE for policy in proposals]
+        idle = None
+    policies = {policy.id: policy for policy in proposals}
+    roles = {f"finalist {n}": policy for n, policy in enumerate(policies.values(), 1)}
     roles |= {"draft loaded, 0 tokens": idle.policy} if idle else {}
     return {"incumbent": incumbent, "autoregressive": AUTOREGRESSIVE, **roles}
 
@@ -133,7 +138,9 @@ def prove_load(
     categories = [text.category for text in bench.trace.trajectories]
     check_sample_size(categories, publish=options.publish, parts=bench.parts)
     otherwise = "no speculation is the incumbent"
-    incumbent, unusable = in_force(place.over, bench.engine.runs, otherwise)
+    incumbent, unusable = in_force(place.over, bench.check, otherwise)
+    if place.serves is not None and (place.over is None or unusable):
+        incumbent = place.serves
     raced = run_race(bench, roles_of(search, incumbent), incumbent, options, progress=progress)
     confirmed, texts = confirm_winner(bench, raced, options, progress=progress)
     figures = by_load(bench, raced)

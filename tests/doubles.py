@@ -19,7 +19,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.schema import Request, Sampling
 
-MOST, SEATS, MAX_LEN = 6, 8, 400
+MOST, SEATS, MAX_LEN = 4, 4, 400
 REFUSED = 299
 """A prompt that begins with this token is refused."""
 
@@ -44,8 +44,8 @@ class Served:
 
 class FakeVllm(ThreadingHTTPServer):
     """Serves texts of a pair's target, whose rounds keep what its draft agrees to. A step sleeps
-    for what its rows and passes cost. ``most_at_once``: requests that were on their way at one
-    time."""
+    for what its rows and passes (``pass_s``) cost. ``most_at_once``: requests that were on their
+    way at one time."""
 
     daemon_threads = True
 
@@ -59,7 +59,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.boot, self.version, self.policy, self.noted = "f00d", 0, "", 0
         self.table: dict[int, int] = {1: self.most}
         self.refused: dict[str, Any] | None = None
-        self.most_at_once, self.arrived = 0, list[float]()
+        self.most_at_once, self.arrived, self.pass_s = 0, list[float](), 2e-4
         self._texts: dict[tuple[tuple[int, ...], int], tuple[list[int], list[int]]] = {}
         self._lock, self._stop = threading.Condition(), threading.Event()
         self._waiting: list[Served] = []
@@ -122,7 +122,7 @@ class FakeVllm(ThreadingHTTPServer):
         began, batch = time.time(), len(self._running)
         drafts = self.table[max(size for size in self.table if size <= batch)]
         rows = sum(1 + request.drafted for request in self._running)
-        time.sleep(1e-3 + 5e-5 * rows + 2e-4 * drafts)
+        time.sleep(1e-3 + 5e-5 * rows + self.pass_s * drafts)
         now = time.time()
         for request in tuple(self._running):
             start, drafted = request.num_tokens, request.drafted
@@ -156,6 +156,8 @@ class FakeVllm(ThreadingHTTPServer):
             document = json.loads((self.folder / "policy.json").read_text())
         except FileNotFoundError:
             document = {"version": 0}
+        except ValueError:  # half-written
+            return
         version = document["version"]
         if version in (self.version, (self.refused or {}).get("version")):
             return

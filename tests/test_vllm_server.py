@@ -30,7 +30,7 @@ LOG = """\
 """  # noqa: E501
 
 
-FOUR, TABLE = policy("near", 4), policy("near", {"kind": "by_batch", "gamma": {"1": 5, "3": 2}})
+THREE, TABLE = policy("near", 3), policy("near", {"kind": "by_batch", "gamma": {"1": 4, "3": 2}})
 PROMPTS = [Prompt(f"p{n}", "code", (7 + n, 8, 9)) for n in range(9)]
 
 
@@ -45,7 +45,7 @@ def connected(fake: FakeVllm, pair: PairSpec | None = None) -> RunningServer:
 
 
 def execute(
-    server: RunningServer, load: Load, policy: Policy = FOUR, prompts: Sequence[Prompt] = PROMPTS
+    server: RunningServer, load: Load, policy: Policy = THREE, prompts: Sequence[Prompt] = PROMPTS
 ) -> list[Answered]:
     return list(server.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=8))
 
@@ -56,9 +56,9 @@ def policy_file(fake: FakeVllm) -> dict[str, object]:
 
 def test_policies_change_rounds_and_no_text(fake: FakeVllm, pair: LoadedPair) -> None:
     server = connected(fake, pair.spec)
-    assert (server.spec.id, server.draft, server.wanted.max_num_seqs) == (pair.spec.id, "near", 8)
+    assert (server.spec.id, server.draft, server.wanted.max_num_seqs) == (pair.spec.id, "near", 4)
     texts = {}
-    for chosen in (FOUR, TABLE, AUTOREGRESSIVE):
+    for chosen in (THREE, TABLE, AUTOREGRESSIVE):
         answers = execute(server, Load(3), chosen)
         found = {a.trajectory.request_id: a.trajectory.output_ids.tolist() for a in answers}
         texts = texts or found
@@ -88,25 +88,25 @@ def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
 
     path = fake.folder / "policy.json"
     server = connected(fake)
-    assert server.policy == policy("near", 6)  # the server's own
-    server.put_in_force(FOUR)
+    assert server.policy == policy("near", 4)  # the server's own
+    server.put_in_force(THREE)
     assert policy_file(fake)["version"] == fake.version < 0
     server.close()
     assert not path.exists()
-    path.write_text(document(3, {"1": 5, "3": 2}))
+    path.write_text(document(3, {"1": 4, "3": 2}))
     server = connected(fake)
     assert server.policy == TABLE
-    server.put_in_force(FOUR)
+    server.put_in_force(THREE)
     server.close()
     server.close()
     assert policy_file(fake)["version"] == 3
-    server.put_in_force(FOUR)
+    server.put_in_force(THREE)
     path.write_text(document(4, {"1": 1}))  # published meanwhile
     with pytest.raises(EngineError, match="was changed by another meanwhile"):
         execute(server, Load(2))
     server.close()
     assert policy_file(fake)["version"] == 4
-    with pytest.raises(PolicyError, match="this server drafts at most 6 tokens, not 7"):
+    with pytest.raises(PolicyError, match="this server drafts at most 4 tokens, not 7"):
         server.put_in_force(policy("near", 7))
     assert policy_file(fake)["version"] == 4
 
@@ -114,7 +114,7 @@ def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
 def test_whose_texts_are_noted_stays(fake: FakeVllm) -> None:
     (fake.folder / "policy.json").write_text('{"format": 1, "version": 0, "texts": "none"}')
     server = connected(fake)
-    server.put_in_force(FOUR)
+    server.put_in_force(THREE)
     assert policy_file(fake)["texts"] == "none"
 
 

@@ -26,6 +26,7 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.traces.cost_table import FloatArray
+from spectune.traces.errors import PolicyError
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Counts, Outcome, RequestOutcome, Tokens, latency_json
 from spectune.traces.store import TraceStore
@@ -42,8 +43,9 @@ class EngineBench:
     """What an engine recorded, by which policies are simulated under ``loads``: its ``rules``, what
     its steps cost, its texts, from their second token on, and their ``parts``. Each load serves
     ``count`` requests, or as many as arrive, from the first text again where there are fewer.
-    ``unserved``: drafts of the pair with which no step was recorded. ``start`` starts a server;
-    without it policies are only predicted."""
+    ``unserved``: drafts of the pair with which no step was recorded. ``start`` returns a server for
+    what is wanted; without it policies are only predicted. ``loaded``: the draft of the one server
+    that there is (``none``: none); None: a server is started for each draft."""
 
     info: Recording
     engine: Engine
@@ -56,6 +58,7 @@ class EngineBench:
     count: int
     unserved: tuple[str, ...] = ()
     start: Callable[[Wanted], Running] | None = None
+    loaded: str | None = None
 
     by_size = False
     block = 1
@@ -68,11 +71,19 @@ class EngineBench:
     def server_draft(self, policy: Policy) -> str:
         """The draft that the server of a policy has loaded, "" for none. An engine that decides on
         a draft at the beginning of a step goes without it at 0 tokens."""
+        if self.loaded is not None:
+            return self.loaded.replace("none", "")
         drafts = policy.speculates or (policy.draft != "none" and self.rules.drafts_after)
         return policy.draft if drafts else ""
 
     def group(self, policy: Policy) -> str:
         return self.server_draft(policy)
+
+    def check(self, policy: Policy) -> None:
+        """Raises PolicyError for a policy that cannot be executed."""
+        self.engine.runs(policy)
+        if self.loaded is not None and policy.speculates and policy.draft != self.loaded:
+            raise PolicyError(f"the server has loaded {self.loaded!r}, not {policy.draft!r}")
 
     def texts(self, part: PartName, unit: int) -> list[int]:
         """The numbers of a unit's texts. Those searched on are one unit."""

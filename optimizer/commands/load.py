@@ -105,21 +105,31 @@ def tune_load(s: Tune, talk: Talk) -> Result:
         place = place_of(store, info, deployment_for(s, info.engine))
         if not s.execute or spec is None:
             why = "predicted alone; --execute proves and publishes"
-            result = _search_result(search, {"published": None, "reason": why}, talk)
+            result = search_result(search, {"published": None, "reason": why}, talk)
             return replace(result, text=result.text + _next(search.trial.policy, place, s))
         quiet_transformers(talk)
         options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
         servers = with_servers(search, spec, s.threads)
         tuned, figures = prove_load(store, servers, place, options, progress=talk.progress)
-    predicted = _search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
+    predicted = search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
+    return tuned_result(predicted, search, tuned, place, s)
+
+
+def tuned_result(
+    predicted: Result, search: LoadSearch, tuned: Tuned, place: Place, s: Tune
+) -> Result:
+    """What was predicted and executed, what is in force now, and what to type next."""
     executed = tuning_result(tuned)
     lines = [predicted.text, executed.text, _concluded(search, tuned, place, s)]
     tables = [*predicted.tables, *executed.tables]
     return Result("\n".join(lines), predicted.data, executed.rows, tables)
 
 
-def _search_result(search: LoadSearch, more: Mapping[str, Any], talk: Talk) -> Result:
-    """The map of loads, and what is best over all of them."""
+def search_result(
+    search: LoadSearch, more: Mapping[str, Any], talk: Talk, restart: str = ""
+) -> Result:
+    """The map of loads, and what is best over all of them. ``restart``: the command that serves
+    without a draft, where that cannot be measured from here."""
     bench, study, trial = search.bench, search.study, search.trial
     _tell_costs(bench, talk)
     _tell_extrapolated(bench, study.extrapolated, talk)
@@ -143,9 +153,8 @@ def _search_result(search: LoadSearch, more: Mapping[str, Any], talk: Talk) -> R
         lines.append(f"Not to speculate is best from {study.no_speculation_from} on.")
     title, served_by = bench.engine.title, bench.costs.served_by
     if study.off is None:
-        lines.append(
-            f"{OFF}: not measured: restart {title} without the draft, or {served_by} measures it."
-        )
+        measures = f", or {served_by} measures it." if not restart else f":\n{restart}"
+        lines.append(f"{OFF}: not measured: restart {title} without the draft{measures}")
     if not bench.rules.drafts_after:
         lines.append(f"{IDLE}: {title} goes without its draft then, as if off.")
     elif study.idle("") is None:
@@ -165,7 +174,8 @@ def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune) -> str:
         hints.insert(0, (look, "the published policy, and its evidence"))
     where = f"in deployment {place.deployment} on {place.device}"
     text = closing(tuned.to_json(), where, hints)
-    if tuned.winner.policy.draft == "none" and search.bench.rules.drafts_after:
+    bench = search.bench
+    if tuned.winner.policy.draft == "none" and bench.rules.drafts_after and not bench.loaded:
         text += (
             f"\nThat was measured on a server without a draft: restart {search.bench.engine.title} "
             "without it; one that keeps it loaded drafts 0 tokens meanwhile."

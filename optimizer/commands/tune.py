@@ -10,6 +10,7 @@ from spectune.optimizer.commands.evidence import tuning_result
 from spectune.optimizer.commands.load import tune_load
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.server import tune_url
 from spectune.optimizer.commands.session import (
     DECODED,
     Talk,
@@ -43,6 +44,8 @@ QUICK: Final[dict[str, dict[str, Any]]] = {
 
 
 def tune(s: Tune, talk: Talk) -> Result:
+    if s.url is not None or s.folder is not None:
+        return tune_url(s, talk)
     if s.engine is not None or s.load.arrivals is not None or s.execute:
         return tune_load(s, talk)
     talk.no_effect(s, "without --arrivals", "load.")

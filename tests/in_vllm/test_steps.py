@@ -20,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
+from spectune.engines.vllm.agent import description
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.optimizer.simulate.chain_tables import AGREE_YES
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -55,7 +56,7 @@ class Stepped:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        os.environ.pop("SPECTUNE_DB", None)
+        os.environ.pop("SPECTUNE_FOLDER", None)
         self.llm = LLMEngine.from_engine_args(
             EngineArgs(
                 model=spec.target, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=SEATS,
@@ -86,7 +87,7 @@ class Stepped:
     @property
     def rules(self) -> ServingRules:
         """What a recording of this server would say of it."""
-        return rules_of("vllm", self.scheduler._rules())._replace(reply_s=0.0)
+        return rules_of("vllm", description(self.scheduler)["serving"])._replace(reply_s=0.0)
 
     def begin(self, gammas: Sequence[int]) -> None:
         self.steps, self.nexts, self.outputs = [], [], []

@@ -1,0 +1,153 @@
+"""`tune --url`: a vLLM server that somebody else runs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from spectune.engines.abilities import VLLM
+from spectune.engines.protocol import Load
+from spectune.engines.settings import vllm_line
+from spectune.engines.vllm.command import SCHEDULER
+from spectune.engines.vllm.execute import RunningServer
+from spectune.optimizer.commands.decoding import fit_to, load, quiet_transformers, read_workload
+from spectune.optimizer.commands.load import search_result, tuned_result
+from spectune.optimizer.commands.report import page_of
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.session import (
+    Talk,
+    check_writable,
+    deployment_for,
+    names_pair,
+    open_store,
+    pair_of,
+    recording_on,
+    unseen,
+)
+from spectune.optimizer.from_settings import decode_options
+from spectune.optimizer.inputs import recording_of
+from spectune.optimizer.on_engine import check_options, prompts_of, record_on
+from spectune.optimizer.processes import dask_workers
+from spectune.optimizer.prove import ProveOptions
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.simulate.load import objective_of
+from spectune.optimizer.traffic import gather
+from spectune.optimizer.tune_load import place_of
+from spectune.optimizer.tune_server import tune_server
+from spectune.runtime.text_codec import load_codec
+from spectune.settings import Tune
+from spectune.traces.errors import ConfigError
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
+
+CLIENTS: Final = (1, 4, 8)
+"""Clients that a workload is sent by unless --arrivals says how it comes."""
+
+
+def tune_url(s: Tune, talk: Talk) -> Result:
+    """Records traffic or finds it recorded, notes what steps cost, searches in simulation, races,
+    confirms and publishes. What was in force before is put back, also after Ctrl-C."""
+    _check(s, talk)
+    objective = objective_of(s.load)
+    quiet_transformers(talk)
+    with open_store(s, create=True) as store:
+        recording = None
+        if s.recording is not None:
+            recording = recording_on(store, s.recording, VLLM.name).id
+        pair = pair_of(s, store, recording) if recording or names_pair(s) else None
+        server = RunningServer(s.url or "", Path(s.folder or ""), pair)
+        with closing(server):
+            talk.tell(
+                f"{server.address.url}: vLLM {server.version}, {server.spec.target}, draft "
+                f"{server.draft}, at most {server.wanted.most} tokens (loaded at 0 tokens, too)"
+            )
+            if s.since is not None:
+                span, key = store.clock() - s.since, f"tune since {s.since.isoformat()}"
+                where = (store, server.spec.id, span)
+                recording = gather(*where, key=key, engine=VLLM.name, tell=talk.tell)
+            recorded = recording is not None
+            if recording is not None:
+                info = recording_of(store, recording, server.spec)
+            else:
+                info = _record(store, server, s, talk)
+            _record_draft(store, server, info, s, talk)
+            options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
+            place = place_of(store, info, deployment_for(s, VLLM.name))
+            search, tuned, figures = tune_server(
+                store,
+                server,
+                info,
+                s.load.arrivals or ("recorded" if recorded else _clients(server)),
+                objective,
+                place,
+                options,
+                limit=s.requests.limit if recorded else None,
+                seed=s.search.seed,
+                fresh=s.fresh,
+                progress=talk.progress,
+            )
+        unseen(info, len(search.bench.trace.order), talk)
+        page, failed = page_of(store, tuned.study, s.db, s.report, talk.tell)
+    folder = shlex.quote(os.path.abspath(server.folder))
+    alone = vllm_line({}, server.spec.target)
+    restart = f"SPECTUNE_FOLDER={folder} {alone} --scheduler-cls {SCHEDULER}"
+    figures = {**figures, **tuned.to_json(), "kind": "executed"}
+    predicted = search_result(search, figures, talk, restart)
+    result = tuned_result(predicted, search, tuned, place, s)
+    in_force = tuned.published.version if tuned.published else None
+    data = {**result.data, "url": server.address.url, "report": page, "in_force": in_force}
+    return replace(result, data=data, failed=failed)
+
+
+def _check(s: Tune, talk: Talk) -> None:
+    """Raises ConfigError for what does not fit together."""
+    if not (s.url and s.folder):
+        raise ConfigError(
+            "--url and --folder go together: the server's URL, and the folder that its "
+            "SPECTUNE_FOLDER names"
+        )
+    if s.engine not in (None, VLLM.name):
+        raise ConfigError(f"--engine {s.engine}: --url names a server of vLLM")
+    if s.recording and s.since:
+        raise ConfigError("give either --recording or --set since=AGE, not both")
+    talk.no_effect(s, "with --url", "execute", "trees.", "quick", "search.g", "search.t", "workers")
+    if s.recording or s.since:
+        keys = ("workload", "requests.c", "sampling.")
+        talk.no_effect(s, "on a recording, whose texts are there", *keys)
+    if s.report != "none":
+        check_writable(s, report=s.report)
+
+
+def _clients(server: RunningServer) -> str:
+    return "clients:" + ",".join(str(n) for n in CLIENTS if n <= server.wanted.max_num_seqs)
+
+
+def _record(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Recording:
+    """Sends the workload, by as many clients as the loads have at most, under what is in force."""
+    options = decode_options(s.sampling)
+    check_options(VLLM, options)
+    workload = read_workload(s, server.spec, talk)
+    codec = load_codec(server.spec)
+    drafts = [server.draft] if server.draft in server.spec.drafts else []
+    workload = fit_to(codec, workload, options, s, talk, drafts)
+    prompts = prompts_of(codec, workload, options)
+    clients = min(max(CLIENTS), server.wanted.max_num_seqs)
+    request = (workload, prompts, server.policy, Load(clients), options)
+    return record_on(store, server.spec, server, *request, fresh=s.fresh, progress=talk.progress)
+
+
+def _record_draft(
+    store: TraceStore, server: RunningServer, info: Recording, s: Tune, talk: Talk
+) -> None:
+    """Computes what the server's draft proposes at every position, where it is loaded here."""
+    if server.draft in server.spec.drafts:
+        pair = load(s, server.spec, talk)
+        with dask_workers(s.workers), pair.torch_threads():
+            panoramas = PanoramaSpec((server.draft,), max(2, server.wanted.most))
+            record_panoramas(store, pair, info.id, panoramas, progress=talk.progress)
+    if info.source != "serve":
+        store.finish_recording(info.id)

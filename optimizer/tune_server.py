@@ -1,0 +1,113 @@
+"""Tuning a vLLM server that somebody else runs: its costs are noted while policies take turns, and
+the race and its confirmation switch policies on it. What was in force is put back at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from spectune.engines.protocol import Prompt
+from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.follow_policy import PolicyWriter
+from spectune.optimizer.bench.engine import engine_bench
+from spectune.optimizer.deployment import Place
+from spectune.optimizer.engine_profile import Design, serve_design
+from spectune.optimizer.prove import ProveOptions
+from spectune.optimizer.simulate.load import Objective
+from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
+from spectune.optimizer.verdict import Tuned
+from spectune.runtime.progress import Progress, silent
+from spectune.traces.errors import EngineError, TraceError
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
+
+DESIGN_PROMPTS: Final = 64
+DESIGN_CLIENTS: Final = 8
+"""Most clients that costs are noted with, where the loads do not say how many there are."""
+IN_FORCE_S: Final = 10.0
+
+
+def tune_server(
+    store: TraceStore,
+    server: RunningServer,
+    info: Recording,
+    arrivals: str,
+    objective: Objective,
+    place: Place,
+    options: ProveOptions,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    fresh: bool = False,
+    progress: Progress = silent,
+) -> tuple[LoadSearch, Tuned, Mapping[str, Any]]:
+    """Searches by what the server recorded (``info``), races and confirms on it, and publishes;
+    also returns the figures by load. With ``fresh`` what steps cost is noted anew. Raises as
+    :func:`engine_bench` and :func:`prove_load` do."""
+    if server.draft == "none":
+        raise EngineError(
+            f"{server.address.url} drafts nothing; start it with --speculative-config (`engines "
+            "vllm` prints the command)"
+        )
+    if fresh or not _costs_are_known(store, server, info):
+        _note_costs(store, server, info, _clients(arrivals, server), progress)
+    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=options.tell)
+    costs = replace(bench.costs, passes={server.draft: bench.costs.passes[server.draft]})
+    bench = replace(bench, costs=costs, start=lambda wanted: server, loaded=server.draft)
+    search = search_load(store, bench, seed=seed, progress=progress)
+    if place.over is None:
+        place = replace(place, serves=server.policy)
+    tuned, figures = prove_load(store, search, place, options, progress=progress)
+    if tuned.published is not None:
+        put_published(store, server, place.deployment, options.tell)
+    return search, tuned, figures
+
+
+def put_published(
+    store: TraceStore, server: RunningServer, deployment: str, tell: Callable[[str], None]
+) -> None:
+    """Puts what is published in force, as `follow` does where it runs, and waits for the answer."""
+    writer = PolicyWriter(store, server.folder, deployment, tell, pair=server.spec)
+    writer.look()
+    deadline = time.monotonic() + IN_FORCE_S
+    while writer.status is None or writer.status.in_force.version != writer.version:
+        if time.monotonic() > deadline:
+            tell(f"publication {writer.version} is not in force yet on {server.address.url}")
+            return
+        time.sleep(0.05)
+        writer.look()
+
+
+def _costs_are_known(store: TraceStore, server: RunningServer, info: Recording) -> bool:
+    """Whether steps with every number of draft tokens were noted."""
+    try:
+        passes = costs_of_engine(store, info).passes
+    except TraceError:
+        return False
+    return passes.get(server.draft) == (0, server.wanted.most)
+
+
+def _note_costs(
+    store: TraceStore, server: RunningServer, info: Recording, clients: int, progress: Progress
+) -> None:
+    """Serves prompts of a recording under every doubled number of draft tokens in turns, from one
+    client to ``clients``."""
+    texts = store.load(info.id, ()).trajectories
+    spread = np.unique(np.linspace(0, len(texts) - 1, DESIGN_PROMPTS).astype(int))
+    prompts = [Prompt("", texts[n].category, tuple(texts[n].prompt_ids.tolist())) for n in spread]
+    design = Design(prompts, server.wanted.most, clients)
+    serve_design(store, server.spec, server, server.draft, design, progress)
+
+
+def _clients(arrivals: str, server: RunningServer) -> int:
+    """The most clients of the loads, as far as the server has seats for them."""
+    kind, _, numbers = arrivals.partition(":")
+    most = DESIGN_CLIENTS
+    if kind == "clients":
+        most = max((int(n) for n in numbers.split(",") if n.isdigit()), default=most)
+    return min(most, server.wanted.max_num_seqs)

@@ -1,0 +1,104 @@
+"""`tune --url`: a vLLM server that runs is recorded, raced on and put back, beside a server that
+speaks HTTP and the agent's folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from databases import opened
+from doors import Door, write_lines
+from doubles import MOST, FakeVllm, served
+from waiting import eventually
+
+from spectune.engines.vllm.follow import Follower
+from spectune.runtime.loading import LoadedPair
+
+WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, pair: LoadedPair) -> Iterator[FakeVllm]:
+    with served(tmp_path / "folder", pair) as running:
+        yield running
+
+
+@pytest.fixture
+def door(tmp_path: Path, tiny_pair: Path) -> Door:
+    return Door(str(tmp_path / "traffic.db"), str(tiny_pair))
+
+
+def tune_words(fake: FakeVllm, tmp_path: Path) -> tuple[object, ...]:
+    file = tmp_path / "prompts.jsonl"
+    write_lines(file, [{"prompt": f"{WORDS[n % 4]} {n}"} for n in range(24)])
+    where = ("tune", "--url", fake.url, "--folder", fake.folder, "--workload", file)
+    return *where, "--max-new-tokens", 12, "--budget", "2s", "--arrivals", "clients:1,3"
+
+
+def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
+    fake.pass_s = 3e-3  # so that the most tokens are too many
+    told = door.json(*tune_words(fake, tmp_path))
+    assert told["texts"]["differ"] == 0
+    labels = {one["label"] for one in told["executed"]}
+    assert {"autoregressive", f"near fixed(gamma={MOST})"} <= labels  # off, and the server's own
+    assert [load["load"] for load in told["loads"]] == ["clients:1", "clients:3"]
+    assert all(load["off"] is None for load in told["loads"])
+    assert told["published"] is not None, told["reason"]
+    version = told["published"]["version"]
+    assert (fake.version, fake.policy) == (version, told["winner"]["id"])
+    assert Path(told["report"]).exists()
+    with opened(door.db) as store:
+        (answer,) = store.acknowledgements(version)
+        assert answer.status == "applied"
+    again = door.json(*tune_words(fake, tmp_path)[:-1], "clients:3", "--no-publish")
+    assert again["baselines"]["incumbent"]["id"] == told["winner"]["id"]
+    assert fake.version == version
+
+
+def test_ctrl_c_puts_back_what_was_in_force(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
+    """And a publication that `follow` brings in meanwhile stays."""
+    policy = {"format": 1, "version": 3, "policy": "by hand", "gammas": {"1": 4, "3": 2}}
+    (fake.folder / "policy.json").write_text(json.dumps(policy))
+    process = door.start(*tune_words(fake, tmp_path))
+    eventually(lambda: fake.version < 0)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    eventually(lambda: fake.version == 3)
+    assert json.loads((fake.folder / "policy.json").read_text()) == policy
+    assert "Traceback" not in process.communicate()[1]
+
+
+def test_followed_traffic_is_tuned_on(
+    door: Door, fake: FakeVllm, pair: LoadedPair, tmp_path: Path
+) -> None:
+    """Arrivals as they were, and no request that a tuning sent is traffic."""
+    for n in range(40):
+        fake.complete({"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"})
+    with opened(door.db) as store:
+        follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
+        follower.once()
+        (recording,) = store.list_recordings()
+        told = door.json(
+            *("tune", "--url", fake.url, "--folder", fake.folder, "--recording", recording.id),
+            *("--budget", "2s", "--no-publish"),
+        )
+        assert [load["load"] for load in told["loads"]] == ["recorded"]
+        assert told["texts"]["differ"] == 0
+        assert fake.version == 0
+        follower.once()
+        assert store.get_recording(recording.id).n_requests == 40
+
+
+def test_what_is_wrong_is_one_line(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
+    url, folder = ("--url", fake.url), ("--folder", fake.folder)
+    for words, line in (
+        (url, "--url and --folder go together"),
+        ((*url, "--folder", tmp_path), "no agent has written status.json there; start vLLM with"),
+        (("--url", "http://127.0.0.1:9", *folder), "http://127.0.0.1:9: no server answers"),
+        ((*url, *folder, "--engine", "openvino"), "--url names a server of vLLM"),
+        ((*url, *folder, "--pair", "demo"), "but this server serves"),
+    ):
+        assert line in door.refused("tune", *words)
