@@ -766,6 +766,8 @@ class Scheduled(InPlace, Decoding):
 
     recorded: Duration | None = setting(None, "Tune on what was recorded in the last, e.g., 24h.")
     engine: Literal["vllm", "openvino"] | None = setting(None, "Tune its recordings for a load.")
+    url: str | None = setting(None, "Tune the vLLM server there, on what was followed of it.")
+    folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
     load: Load = group(Load(), "arrivals")
     search: Search = group(Search())
     trees: Trees = group(Trees())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spectune.traces.errors import PolicyError
+from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.text import check_name, shortened
 
 if TYPE_CHECKING:
@@ -30,6 +30,17 @@ class Place:
 def check_deployment(name: str) -> str:
     """The name. Raises PolicyError where it cannot be one."""
     return check_name(name, "deployment", PolicyError)
+
+
+def check_server(url: str | None, folder: str | None, engine: str | None) -> None:
+    """Raises ConfigError where the options of a server that runs do not fit together."""
+    if not (url and folder):
+        raise ConfigError(
+            "--url and --folder go together: the server's URL, and the folder that its "
+            "SPECTUNE_FOLDER names"
+        )
+    if engine not in (None, "vllm"):
+        raise ConfigError(f"--engine {engine}: --url names a server of vLLM")
 
 
 def deployment_of(engine: str) -> str:

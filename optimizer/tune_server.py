@@ -17,10 +17,12 @@ from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.prove import ProveOptions
+from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
 from spectune.optimizer.verdict import Tuned
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, TraceError
 from spectune.traces.store import TraceStore
@@ -66,6 +68,23 @@ def tune_server(
     if tuned.published is not None:
         put_published(store, server, place.deployment, options.tell)
     return search, tuned, figures
+
+
+def record_draft(
+    store: TraceStore,
+    server: RunningServer,
+    info: Recording,
+    load: Callable[[], LoadedPair],
+    *,
+    progress: Progress = silent,
+) -> None:
+    """Computes what the server's draft proposes at every position of a recording, where the pair
+    has it as a checkpoint, which is loaded then."""
+    if server.draft in server.spec.drafts:
+        pair = load()
+        with pair.torch_threads():
+            panoramas = PanoramaSpec((server.draft,), max(2, server.wanted.most))
+            record_panoramas(store, pair, info.id, panoramas, progress=progress)
 
 
 def put_published(

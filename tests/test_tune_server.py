@@ -71,25 +71,34 @@ def test_ctrl_c_puts_back_what_was_in_force(door: Door, fake: FakeVllm, tmp_path
     assert "Traceback" not in process.communicate()[1]
 
 
-def test_followed_traffic_is_tuned_on(
-    door: Door, fake: FakeVllm, pair: LoadedPair, tmp_path: Path
+def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
+    door: Door, fake: FakeVllm, pair: LoadedPair
 ) -> None:
     """Arrivals as they were, and no request that a tuning sent is traffic."""
-    for n in range(40):
+    fake.pass_s = 3e-3
+    for n in range(24):
         fake.complete({"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"})
+    server = ("--url", fake.url, "--folder", fake.folder, "--budget", "2s")
     with opened(door.db) as store:
         follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
         follower.once()
         (recording,) = store.list_recordings()
-        told = door.json(
-            *("tune", "--url", fake.url, "--folder", fake.folder, "--recording", recording.id),
-            *("--budget", "2s", "--no-publish"),
-        )
+        told = door.json("tune", *server, "--recording", recording.id, "--no-publish")
         assert [load["load"] for load in told["loads"]] == ["recorded"]
         assert told["texts"]["differ"] == 0
         assert fake.version == 0
         follower.once()
-        assert store.get_recording(recording.id).n_requests == 40
+        assert store.get_recording(recording.id).n_requests == 24
+        at = ("schedule", "add", "hourly", "--cron", "@hourly", "--now", "--recorded", "1h")
+        door.json(*at, *server, "--arrivals", "clients:1,3")
+        door.call("schedule", "run", "--once")
+        (row,) = door.json("schedule", "list", "hourly")["schedules"]
+        result = row["attempts"][0]["result"]
+        assert result is not None, row["attempts"][0]["error"]
+        version = result["published"]
+        assert version, result["reason"]
+        assert fake.version == version
+        assert [answer.status for answer in store.acknowledgements(version)] == ["applied"]
 
 
 def test_what_is_wrong_is_one_line(door: Door, fake: FakeVllm, tmp_path: Path) -> None:

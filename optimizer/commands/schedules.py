@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spectune.engines.abilities import VLLM
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     DECODED,
@@ -14,6 +15,7 @@ from spectune.optimizer.commands.session import (
     open_store,
     pair_of,
 )
+from spectune.optimizer.deployment import check_server
 from spectune.optimizer.inputs import read_files, tree_size
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
 from spectune.optimizer.simulate.load import objective_of
@@ -28,7 +30,7 @@ def add(s: ScheduleAdd, talk: Talk) -> Result:
     if s.recorded:
         talk.no_effect(s, "with --recorded, whose texts are there", *DECODED)
     settings = _scheduled(s)
-    if not (s.recorded or s.engine):
+    if not (s.recorded or settings.engine):
         for line in read_files(settings.workload, settings.requests).notes:
             talk.tell(line)
     document = settings.model_dump(mode="json", exclude={"db", "target", "drafts"})
@@ -46,8 +48,11 @@ def _scheduled(s: ScheduleAdd) -> Scheduled:
     objective_of(s.load)
     values = {name: getattr(s, name) for name in Scheduled.model_fields}
     values |= {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
-    if s.engine:
-        values["deployment"] = deployment_for(s, s.engine)
+    if s.url is not None or s.folder is not None:
+        check_server(s.url, s.folder, s.engine)
+        values |= {"engine": VLLM.name, "folder": str(Path(s.folder or "").resolve())}
+    if engine := values["engine"]:
+        values["deployment"] = deployment_for(s, engine)
     # A worker may stand in another folder.
     files = tuple(name if name == "demo" else str(Path(name).resolve()) for name in s.workload)
     return Scheduled(**{**values, "workload": files or ("demo",)})

@@ -6,6 +6,7 @@ import os
 import shlex
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,16 +29,16 @@ from spectune.optimizer.commands.session import (
     recording_on,
     unseen,
 )
+from spectune.optimizer.deployment import check_server
 from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import check_options, prompts_of, record_on
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.prove import ProveOptions
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune_load import place_of
-from spectune.optimizer.tune_server import tune_server
+from spectune.optimizer.tune_server import record_draft, tune_server
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
@@ -74,7 +75,11 @@ def tune_url(s: Tune, talk: Talk) -> Result:
                 info = recording_of(store, recording, server.spec)
             else:
                 info = _record(store, server, s, talk)
-            _record_draft(store, server, info, s, talk)
+            with dask_workers(s.workers):
+                loaded = partial(load, s, server.spec, talk)
+                record_draft(store, server, info, loaded, progress=talk.progress)
+            if not recorded:
+                store.finish_recording(info.id)
             options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
             place = place_of(store, info, deployment_for(s, VLLM.name))
             search, tuned, figures = tune_server(
@@ -104,17 +109,10 @@ def tune_url(s: Tune, talk: Talk) -> Result:
 
 
 def _check(s: Tune, talk: Talk) -> None:
-    """Raises ConfigError for what does not fit together."""
-    if not (s.url and s.folder):
-        raise ConfigError(
-            "--url and --folder go together: the server's URL, and the folder that its "
-            "SPECTUNE_FOLDER names"
-        )
-    if s.engine not in (None, VLLM.name):
-        raise ConfigError(f"--engine {s.engine}: --url names a server of vLLM")
+    check_server(s.url, s.folder, s.engine)
     if s.recording and s.since:
         raise ConfigError("give either --recording or --set since=AGE, not both")
-    talk.no_effect(s, "with --url", "execute", "trees.", "quick", "search.g", "search.t", "workers")
+    talk.no_effect(s, "with --url", "execute", "trees.", "quick", "search.g", "search.t")
     if s.recording or s.since:
         keys = ("workload", "requests.c", "sampling.")
         talk.no_effect(s, "on a recording, whose texts are there", *keys)
@@ -138,16 +136,3 @@ def _record(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Re
     clients = min(max(CLIENTS), server.wanted.max_num_seqs)
     request = (workload, prompts, server.policy, Load(clients), options)
     return record_on(store, server.spec, server, *request, fresh=s.fresh, progress=talk.progress)
-
-
-def _record_draft(
-    store: TraceStore, server: RunningServer, info: Recording, s: Tune, talk: Talk
-) -> None:
-    """Computes what the server's draft proposes at every position, where it is loaded here."""
-    if server.draft in server.spec.drafts:
-        pair = load(s, server.spec, talk)
-        with dask_workers(s.workers), pair.torch_threads():
-            panoramas = PanoramaSpec((server.draft,), max(2, server.wanted.most))
-            record_panoramas(store, pair, info.id, panoramas, progress=talk.progress)
-    if info.source != "serve":
-        store.finish_recording(info.id)

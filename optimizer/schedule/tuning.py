@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from spectune.engines.abilities import VLLM
+from spectune.engines.vllm.execute import RunningServer
 from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
@@ -23,6 +27,7 @@ from spectune.optimizer.tune_load import (
     search_load,
     with_servers,
 )
+from spectune.optimizer.tune_server import record_draft, tune_server
 from spectune.optimizer.verdict import Tuned
 from spectune.options import from_document
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -30,6 +35,9 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.settings import Scheduled
 from spectune.traces.store import TraceStore
+
+FOLLOWED_S: Final = 3600.0
+"""Seconds of followed traffic that a server is tuned on, unless its schedule says otherwise."""
 
 
 def tuning_job(
@@ -62,15 +70,21 @@ def tuning_job(
             progress(f"{job.name}: {phase}", done, total)
 
         about: Any = {"tell": lambda line: tell(f"{job.name}: {line}"), "progress": step}
-        if settings.engine is not None:
-            tuned = _tune_engine(store, spec, settings, job, **about)
-        else:
-            place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
-            key = spec.id, *place.values()
+        place = {name: getattr(settings, name) for name in ("device", "dtype", "threads")}
+        key = spec.id, *place.values()
+
+        def loaded() -> LoadedPair:
             if key not in pairs:
                 pairs[key] = load(spec, **place)
-            with pairs[key].torch_threads():
-                tuned = _tune_pair(store, pairs[key], settings, job, **about)
+            return pairs[key]
+
+        if settings.url is not None:
+            tuned = _tune_url(store, spec, settings, job, loaded, **about)
+        elif settings.engine is not None:
+            tuned = _tune_engine(store, spec, settings, job, **about)
+        else:
+            with loaded().torch_threads():
+                tuned = _tune_pair(store, loaded(), settings, job, **about)
         version = tuned.published.version if tuned.published else None
         return _result(tuned.to_json(), version, page)
 
@@ -118,16 +132,48 @@ def _tune_engine(
     arrivals, limit = settings.load.arrivals or "recorded", settings.requests.limit
     bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=tell)
     search = search_load(store, bench, progress=progress)
-    options = ProveOptions(
+    options = _prove_options(settings, job, tell)
+    place = place_of(store, info, settings.deployment)
+    servers = with_servers(search, spec, settings.threads)
+    return prove_load(store, servers, place, options, progress=progress)[0]
+
+
+def _tune_url(
+    store: TraceStore,
+    spec: PairSpec,
+    settings: Scheduled,
+    job: Job,
+    load: Callable[[], LoadedPair],
+    tell: Callable[[str], None],
+    progress: Progress,
+) -> Tuned:
+    """Tunes a vLLM server that runs on what was followed of it lately."""
+    window, key = timedelta(seconds=settings.recorded or FOLLOWED_S), job.idempotency_key
+    name = gather(store, spec.id, window, key=key, engine=VLLM.name, tell=tell)
+    info = store.get_recording(name)
+    with closing(RunningServer(settings.url or "", Path(settings.folder or ""), spec)) as server:
+        record_draft(store, server, info, load, progress=progress)
+        return tune_server(
+            store,
+            server,
+            info,
+            settings.load.arrivals or "recorded",
+            objective_of(settings.load),
+            place_of(store, info, settings.deployment),
+            _prove_options(settings, job, tell),
+            limit=settings.requests.limit,
+            progress=progress,
+        )[1]
+
+
+def _prove_options(settings: Scheduled, job: Job, tell: Callable[[str], None]) -> ProveOptions:
+    return ProveOptions(
         budget_s=settings.race.budget,
         actor="schedule",
         idempotency_key=job.idempotency_key,
         guard=job.check,
         tell=tell,
     )
-    place = place_of(store, info, settings.deployment)
-    servers = with_servers(search, spec, settings.threads)
-    return prove_load(store, servers, place, options, progress=progress)[0]
 
 
 def _result(

@@ -3,6 +3,7 @@ drafts predict every round under every policy, and policies come into force whil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from databases import opened
+from doors import Door
 from synthetic import policy
 from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_lookup,
@@ -20,6 +22,7 @@ from spectune.db.errors import NotFoundError
 from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
 from spectune.engines.vllm.server import OwnServer
@@ -219,6 +222,30 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
     assert costs.check["steps"] > 200
     rows = step_table(costs, server.engine, "small", Design(prompts, 6, 4))
     assert all(ms > 0 for row in rows for ms in row.values())
+
+
+@only_small
+def test_a_server_that_runs_is_tuned_end_to_end(server: OwnServer, tmp_path: Path) -> None:
+    """Recorded, raced and confirmed over HTTP; what is published is in force at the end."""
+    door = Door(str(tmp_path / "tuned.db"))
+    where = ("--url", server.address.url, "--folder", server.folder, "--pair", "demo")
+    how = ("--limit", 32, "--max-new-tokens", 16, "--arrivals", "clients:1,4", "--budget", "20s")
+    began = time.monotonic()
+    result = door.json("tune", *where, *how)
+    print(f"{time.monotonic() - began:.0f} s: {result['reason']}")
+    for row in result["executed"]:
+        for load in row["loads"]:
+            predicted = load["predicted"] and round(load["predicted"]["tokens_per_s"])
+            print(row["label"], load["load"], predicted, round(load["measured"]["tokens_per_s"]))
+    assert result["texts"]["differ"] == 0
+    assert {"autoregressive"} < {row["label"] for row in result["executed"]}
+    published, status = result["published"], read_status(server.folder)
+    assert status is not None
+    if published is not None:
+        assert status.in_force.version == published["version"]
+        assert status.in_force.policy == result["winner"]["id"]
+    else:
+        assert status.in_force.version == 0
 
 
 @only_small
