@@ -698,7 +698,7 @@ class Tune(InPlace, Decoding):
     )
     engine: Literal["vllm", "openvino"] | None = setting(None, "With --arrivals: its recording.")
     load: Load = group(Load(), "arrivals")
-    execute: bool = setting(False, "With --arrivals: execute the finalists too, and publish.")
+    serve: bool = setting(False, "With --arrivals: start servers, execute there, and publish.")
     url: str | None = setting(None, "A vLLM server that runs: tune it, with --folder.")
     folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
     search: Search = group(Search())

@@ -90,11 +90,10 @@ def gather(
     if ready is not None:
         return ready.id
     traffic = store.recorded_since(pair_id, store.clock() - window)
-    if engine is None:
-        ours = [r for r in traffic if r.verifier != "greedy" or r.sampling.greedy]
-    else:
+    if engine is not None:
         names = {i.id for i in store.list_recordings(pair_id) if i.engine == engine}
-        ours = traffic = tuple(r for r in traffic if r.recording in names)
+        traffic = tuple(r for r in traffic if r.recording in names)
+    ours = [r for r in traffic if engine or r.verifier != "greedy" or r.sampling.greedy]
     if traffic and not ours:
         raise TraceError(
             f"none of the {len(traffic)} requests recorded with pair {pair_id} in the last "
@@ -108,9 +107,9 @@ def gather(
         )
     chosen = of_one_sampling(ours, tell)
     latest = chosen[-1]
-    picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:sample].tolist())
-    if engine is not None:
-        picked = list(range(len(chosen)))[-sample:]
+    picked = list(range(len(chosen)))[-sample:]
+    if engine is None:
+        picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:sample].tolist())
     items: dict[tuple[str, bytes], Appended] = {}
     panoramas = []
     damaged: list[Skipped] = []

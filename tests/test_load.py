@@ -124,7 +124,7 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
         server.call(*TUNE.split(), "clients:1", "--quick", "--threads", 1).stderr.split()
     )
     assert "requests are those of `record --engine`: --quick" in told
-    assert "no effect without --execute: --set threads" in told
+    assert "no effect without --serve: --set threads" in told
     assert "say --arrivals" in server.refused("tune", "--engine", "vllm")
 
 
@@ -217,7 +217,7 @@ def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     return started
 
 
-EXECUTE = (*TUNE.split(), "clients:1,8", "--limit", 24, "--execute", "--budget", "4s")
+EXECUTE = (*TUNE.split(), "clients:1,8", "--limit", 24, "--serve", "--budget", "4s")
 
 
 def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(

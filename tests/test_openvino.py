@@ -271,8 +271,8 @@ def test_options_that_an_engine_has_not_are_refused_in_a_line(
 
 
 def test_what_is_best_under_load_is_executed_beside_its_prediction(recorded: TraceStore) -> None:
-    """`tune --arrivals --execute`: recorded prompts are served again, with the same texts."""
-    asked = "tune --engine openvino --arrivals clients:3 --execute --budget 1s --limit 4"
+    """`tune --arrivals --serve`: recorded prompts are served again, with the same texts."""
+    asked = "tune --engine openvino --arrivals clients:3 --serve --budget 1s --limit 4"
     door = Door(str(recorded.database.url.database))
     told = door.json(*asked.split(), "--pair", "demo", "--no-publish", "--threads", 1)
     assert told["kind"] == "executed"

@@ -29,10 +29,10 @@ from spectune.engines.vllm.folder import (
     Line,
     Status,
     Tail,
-    compressed,
     parse_line,
     read_policy,
     read_status,
+    table_of,
     write_policy,
 )
 from spectune.engines.vllm.follow_policy import served_pair
@@ -123,11 +123,9 @@ class RunningServer(Swapping):
     def put_in_force(self, policy: Policy) -> None:
         if self._policies.get(self._version) == policy.id:
             return
-        most, seats = self.wanted.most, self.wanted.max_num_seqs
-        gammas = VLLM.gammas(policy, draft=self.draft, most=most, max_num_seqs=seats)
+        table = {**table_of(policy, self._described, self.draft), **self._texts}
         with self._lock:
             version = min(self._version - 1, -int(time.time()))  # of no publication
-            table = {"policy": policy.id, "gammas": compressed(gammas), **self._texts}
             write_policy(self.folder, {"version": version, **table})
             self._version, self._policies[version] = version, policy.id
         deadline = time.monotonic() + IN_FORCE_S

@@ -13,7 +13,9 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round, text_of
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
 from spectune.traces.schema import Sampling, Step, Verifier
@@ -330,11 +332,14 @@ def read_policy(folder: Path) -> Mapping[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def compressed(gammas: Sequence[int]) -> dict[str, int]:
-    """Draft tokens by the batch size from which they hold, of those at each size from 0 (never
-    read) on."""
+def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:
+    """What ``policy.json`` says of a policy beside its version: draft tokens by the batch size from
+    which they hold, on a server that has loaded ``draft``. Raises PolicyError for what it cannot
+    run."""
+    most, seats = engine.num_speculative_tokens or 0, engine.max_num_seqs
+    gammas = VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=seats)
     table: dict[str, int] = {}
     for size in range(1, len(gammas)):
         if size == 1 or gammas[size] != gammas[size - 1]:
             table[str(size)] = gammas[size]
-    return table
+    return {"policy": policy.id, "gammas": table}

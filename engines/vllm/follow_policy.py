@@ -13,9 +13,9 @@ from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.folder import (
     Engine,
     Status,
-    compressed,
     read_policy,
     read_status,
+    table_of,
     write_policy,
 )
 from spectune.runtime.checkpoints import identity
@@ -133,13 +133,12 @@ class PolicyWriter:
             policy = parse_policy(publication.document, where=f"publication {version}")
             if not isinstance(policy, Policy):
                 VLLM.runs(policy)
-            most, seats = engine.num_speculative_tokens or 0, engine.max_num_seqs
-            gammas = VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=seats)
+            table = table_of(policy, engine, draft)
         except PolicyError as error:
             self._tell(f"publication {version} is refused: {error}")
             self._acknowledge(boot, version, "refused", one_line(str(error), REASON_LIMIT))
             return
-        self._write({"version": version, "policy": policy.id, "gammas": compressed(gammas)})
+        self._write({"version": version, **table})
         self._tell(f"publication {version} ({policy.label()}) is in policy.json")
 
     def _write(self, document: dict[str, Any]) -> None:

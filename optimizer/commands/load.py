@@ -79,23 +79,23 @@ def simulate_under_load(
 
 
 def tune_load(s: Tune, talk: Talk) -> Result:
-    """Searches in simulation; with ``execute`` proves that on the engine, for about the budget, and
+    """Searches in simulation; with ``serve`` proves that on the engine, for about the budget, and
     publishes what is confirmed, if it may."""
     if s.load.arrivals is None:
         raise TraceError(
-            "--engine and --execute tune for a load: say --arrivals poisson:RATE, clients:N, "
+            "--engine and --serve tune for a load: say --arrivals poisson:RATE, clients:N, "
             "recorded or a CSV"
         )
     keys = ("workload", "requests.c", "sampling.", "search.g", "search.t", "trees.", "quick")
     more = ("fresh", "report", "since", "workers")
     talk.no_effect(s, "under a load, whose requests are those of `record --engine`", *keys, *more)
-    if not s.execute:
-        talk.no_effect(s, "without --execute", "race.", "publish", "threads")
+    if not s.serve:
+        talk.no_effect(s, "without --serve", "race.", "publish", "threads")
     objective = objective_of(s.load)
     with open_store(s) as store:
         info = recording_on(store, s.recording or "latest", s.engine)
         spec = None
-        if s.execute or s.typed("pair", "target", "drafts"):
+        if s.serve or s.typed("pair", "target", "drafts"):
             spec = pair_of(s, store, info.id)
             info = recording_of(store, info.id, spec)
         arrivals, limit = s.load.arrivals, s.requests.limit
@@ -103,8 +103,8 @@ def tune_load(s: Tune, talk: Talk) -> Result:
         unseen(info, len(bench.trace.order), talk)
         search = search_load(store, bench, seed=s.search.seed, progress=talk.progress)
         place = place_of(store, info, deployment_for(s, info.engine))
-        if not s.execute or spec is None:
-            why = "predicted alone; --execute proves and publishes"
+        if not s.serve or spec is None:
+            why = "predicted alone; --serve proves and publishes"
             result = search_result(search, {"published": None, "reason": why}, talk)
             return replace(result, text=result.text + _next(search.trial.policy, place, s))
         quiet_transformers(talk)

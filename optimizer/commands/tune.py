@@ -46,7 +46,7 @@ QUICK: Final[dict[str, dict[str, Any]]] = {
 def tune(s: Tune, talk: Talk) -> Result:
     if s.url is not None or s.folder is not None:
         return tune_url(s, talk)
-    if s.engine is not None or s.load.arrivals is not None or s.execute:
+    if s.engine is not None or s.load.arrivals is not None or s.serve:
         return tune_load(s, talk)
     talk.no_effect(s, "without --arrivals", "load.")
     if s.recording and s.since:
