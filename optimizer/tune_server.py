@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
 from spectune.optimizer.verdict import Tuned
 from spectune.runtime.loading import LoadedPair
+from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, TraceError
 from spectune.traces.store import TraceStore
@@ -32,6 +34,18 @@ DESIGN_PROMPTS: Final = 64
 DESIGN_CLIENTS: Final = 8
 """Most clients that costs are noted with, where the loads do not say how many there are."""
 IN_FORCE_S: Final = 10.0
+
+
+def connect(url: str, folder: str, pair: PairSpec | None) -> RunningServer:
+    """The server to tune. Raises EngineError where it drafts nothing, and as
+    :class:`RunningServer` does."""
+    server = RunningServer(url, Path(folder), pair)
+    if server.draft == "none":
+        raise EngineError(
+            f"{url} drafts nothing; start it with --speculative-config (`engines vllm` prints the "
+            "command)"
+        )
+    return server
 
 
 def tune_server(
@@ -51,11 +65,6 @@ def tune_server(
     """Searches by what the server recorded (``info``), races and confirms on it, and publishes;
     also returns the figures by load. With ``fresh`` what steps cost is noted anew. Raises as
     :func:`engine_bench` and :func:`prove_load` do."""
-    if server.draft == "none":
-        raise EngineError(
-            f"{server.address.url} drafts nothing; start it with --speculative-config (`engines "
-            "vllm` prints the command)"
-        )
     if fresh or not _costs_are_known(store, server, info):
         _note_costs(store, server, info, _clients(arrivals, server), progress)
     bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=options.tell)

@@ -39,7 +39,7 @@ def tune_words(fake: FakeVllm, tmp_path: Path) -> tuple[object, ...]:
 
 
 def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
-    fake.pass_s = 3e-3  # so that the most tokens are too many
+    fake.pass_s = 6e-3  # so that the most tokens are too many
     told = door.json(*tune_words(fake, tmp_path))
     assert told["texts"]["differ"] == 0
     labels = {one["label"] for one in told["executed"]}
@@ -72,10 +72,10 @@ def test_ctrl_c_puts_back_what_was_in_force(door: Door, fake: FakeVllm, tmp_path
 
 
 def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
-    door: Door, fake: FakeVllm, pair: LoadedPair
+    door: Door, fake: FakeVllm, pair: LoadedPair, tiny_pair: Path
 ) -> None:
     """Arrivals as they were, and no request that a tuning sent is traffic."""
-    fake.pass_s = 3e-3
+    fake.pass_s = 6e-3
     for n in range(24):
         fake.complete({"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"})
     server = ("--url", fake.url, "--folder", fake.folder, "--budget", "2s")
@@ -90,7 +90,7 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
         follower.once()
         assert store.get_recording(recording.id).n_requests == 24
         at = ("schedule", "add", "hourly", "--cron", "@hourly", "--now", "--recorded", "1h")
-        door.json(*at, *server, "--arrivals", "clients:1,3")
+        door.json(*at, *server, "--pair", tiny_pair, "--arrivals", "clients:1,3")
         door.call("schedule", "run", "--once")
         (row,) = door.json("schedule", "list", "hourly")["schedules"]
         result = row["attempts"][0]["result"]
@@ -101,7 +101,9 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
         assert [answer.status for answer in store.acknowledgements(version)] == ["applied"]
 
 
-def test_what_is_wrong_is_one_line(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_line(
+    door: Door, fake: FakeVllm, pair: LoadedPair, tmp_path: Path
+) -> None:
     url, folder = ("--url", fake.url), ("--folder", fake.folder)
     for words, line in (
         (url, "--url and --folder go together"),
@@ -111,3 +113,6 @@ def test_what_is_wrong_is_one_line(door: Door, fake: FakeVllm, tmp_path: Path) -
         ((*url, *folder, "--pair", "demo"), "but this server serves"),
     ):
         assert line in door.refused("tune", *words)
+    with served(tmp_path / "other", pair, None) as plain:
+        where = ("--url", plain.url, "--folder", plain.folder)
+        assert "drafts nothing; start it with --speculative-config" in door.refused("tune", *where)

@@ -298,11 +298,11 @@ class Address:
         timeout: float = ANSWER_S,
         connection: HTTPConnection | None = None,
     ) -> tuple[int, str]:
-        """The status and text of an answer. ``OPENAI_API_KEY`` is sent, where it is set. Raises
-        OSError and HTTPException."""
+        """The status and text of an answer. ``OPENAI_API_KEY``, or ``VLLM_API_KEY``, is sent where
+        it is set. Raises OSError and HTTPException."""
         connection = connection or self.connect(timeout)
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         try:
             connection.request(method, urlsplit(self.url).path + path, body, headers)

@@ -7,7 +7,6 @@ import shlex
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from spectune.engines.abilities import VLLM
@@ -29,6 +28,7 @@ from spectune.optimizer.commands.session import (
     recording_on,
     unseen,
 )
+from spectune.optimizer.confirm import check_sample_size
 from spectune.optimizer.deployment import check_server
 from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.inputs import recording_of
@@ -38,7 +38,7 @@ from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune_load import place_of
-from spectune.optimizer.tune_server import record_draft, tune_server
+from spectune.optimizer.tune_server import connect, record_draft, tune_server
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
@@ -60,7 +60,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
         if s.recording is not None:
             recording = recording_on(store, s.recording, VLLM.name).id
         pair = pair_of(s, store, recording) if recording or names_pair(s) else None
-        server = RunningServer(s.url or "", Path(s.folder or ""), pair)
+        server = connect(s.url or "", s.folder or "", pair)
         with closing(server):
             talk.tell(
                 f"{server.address.url}: vLLM {server.version}, {server.spec.target}, draft "
@@ -103,8 +103,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
     figures = {**figures, **tuned.to_json(), "kind": "executed"}
     predicted = search_result(search, figures, talk, restart)
     result = tuned_result(predicted, search, tuned, place, s)
-    in_force = tuned.published.version if tuned.published else None
-    data = {**result.data, "url": server.address.url, "report": page, "in_force": in_force}
+    data = {**result.data, "url": server.address.url, "report": page}
     return replace(result, data=data, failed=failed)
 
 
@@ -129,6 +128,7 @@ def _record(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Re
     options = decode_options(s.sampling)
     check_options(VLLM, options)
     workload = read_workload(s, server.spec, talk)
+    check_sample_size([request.category for request in workload.requests], publish=s.publish)
     codec = load_codec(server.spec)
     drafts = [server.draft] if server.draft in server.spec.drafts else []
     workload = fit_to(codec, workload, options, s, talk, drafts)

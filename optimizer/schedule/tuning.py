@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.vllm.execute import RunningServer
 from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
@@ -27,7 +25,7 @@ from spectune.optimizer.tune_load import (
     search_load,
     with_servers,
 )
-from spectune.optimizer.tune_server import record_draft, tune_server
+from spectune.optimizer.tune_server import connect, record_draft, tune_server
 from spectune.optimizer.verdict import Tuned
 from spectune.options import from_document
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -151,7 +149,7 @@ def _tune_url(
     window, key = timedelta(seconds=settings.recorded or FOLLOWED_S), job.idempotency_key
     name = gather(store, spec.id, window, key=key, engine=VLLM.name, tell=tell)
     info = store.get_recording(name)
-    with closing(RunningServer(settings.url or "", Path(settings.folder or ""), spec)) as server:
+    with closing(connect(settings.url or "", settings.folder or "", spec)) as server:
         record_draft(store, server, info, load, progress=progress)
         return tune_server(
             store,
