@@ -53,6 +53,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "schedule run": (of.ScheduleRun, "work.run"),
     "engines": (of.Engines, "engines.engines"),
     "follow": (of.Follow, "follow.follow"),
+    "retrace": (of.Retrace, "retrace.retrace"),
 }
 """Every command: its settings, and the function that does it."""
 

@@ -25,7 +25,7 @@ from spectune.settings import Settings
 from spectune.traces.errors import ConfigError, SpectuneError
 from spectune.traces.text import one_line
 
-RESUMING = ("record", "tune", "schedule", "follow")
+RESUMING = ("record", "tune", "schedule", "follow", "retrace")
 """Commands that go on, typed again, with what an interrupted one has committed."""
 
 

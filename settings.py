@@ -577,6 +577,24 @@ class Check(Decoding):
     budget: Duration = setting(60.0, "Read fewer prompts where all would take longer.")
 
 
+class Retrace(Settings):
+    """Ask a running vLLM server what its draft proposes at every position of recorded texts, so
+    that they are replayed under any number of draft tokens, of any method that vLLM has.
+
+    The server needs spectune's agent and prefix caching (docs/engines.md). Typed again it goes on
+    where it was."""
+
+    example = "retrace latest --url http://localhost:8000 --folder /var/lib/spectune"
+
+    recording: str = argument("latest", "Id of a recording, or the beginning of one.")
+    url: str = setting(..., "The server, e.g. http://localhost:8000.")
+    folder: AnyPath = setting(..., "The folder that SPECTUNE_FOLDER names at the server.")
+    outstanding: int = setting(4, "Most requests that the server is sent at a time.", ge=1, le=256)
+    share: float = setting(
+        1.0, "Most of the time that they may be in the server: 0.1 beside traffic.", gt=0, le=1
+    )
+
+
 class Report(Settings):
     """What a tuning found, as one HTML page that needs nothing else: what to deploy and what that
     saves, predicted against measured, the race, latency, acceptance, what was tried and what not.

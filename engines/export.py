@@ -38,6 +38,8 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> dict[str, An
         known = ", ".join(pair.draft_names)
         raise PolicyError(f"pair {pair.name} has no draft {policy.draft!r}; it has: {known}")
     try:
+        if policy.draft in pair.methods and engine != "vllm":
+            raise ValueError(f"{policy.draft} is a method of vLLM's")
         return ENGINE_SETTINGS[engine].settings(_drafting(policy, pair))
     except ValueError as error:
         raise PolicyError(
@@ -60,7 +62,7 @@ def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
     if policy.shortlisted:
         raise ValueError("it has no shortlist of this kind")
     path = pair.drafts.get(policy.draft)
-    algorithm = algorithm_of(path)
+    algorithm = policy.draft if policy.draft in pair.methods else algorithm_of(path)
     if not policy.is_tree:
         return Drafting(path, algorithm, window)
     if (

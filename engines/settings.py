@@ -18,8 +18,8 @@ from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWi
 @dataclass(frozen=True)
 class Drafting:
     """What engines can say of a policy. ``model``: a draft's path, None for prompt lookup.
-    ``algorithm``: of an EAGLE head, else empty. ``width`` and ``top_n``: EAGLE-2's tree, None for a
-    chain."""
+    ``algorithm``: of an EAGLE head, or a method of vLLM's own; else empty. ``width`` and ``top_n``:
+    EAGLE-2's tree, None for a chain."""
 
     model: str | None
     algorithm: str
@@ -49,13 +49,13 @@ def vllm_settings(drafting: Drafting) -> dict[str, Any]:
     """vLLM's ``--speculative-config``. Raises ValueError for a tree."""
     if drafting.width is not None:
         raise ValueError("vLLM has no trees")
-    settings: dict[str, Any] = {"method": "ngram"}
+    settings: dict[str, Any] = {"method": drafting.algorithm or "ngram"}
     if drafting.model is not None:
         settings = {"method": drafting.algorithm or "draft_model", "model": drafting.model}
     settings["num_speculative_tokens"] = drafting.gamma_max
     if isinstance(drafting.window, ByBatchWindow):
         settings["num_speculative_tokens_per_batch_size"] = schedule_of(drafting.window)
-    if drafting.model is None:
+    if settings["method"] == "ngram":
         settings |= {"prompt_lookup_max": MOST, "prompt_lookup_min": LEAST}
     return settings
 

@@ -22,7 +22,7 @@ RESERVED = ("none", "ngram", "target")
 """Names that are not a draft's: no draft, prompt lookup, and the model that drafts are for."""
 DRAFT_NAME_LIMIT = 128
 """Characters of a draft's name: what a recording's panoramas keep of it."""
-FORM = '{"name": ..., "target": PATH, "drafts": {NAME: PATH}}'
+FORM = '{"name": ..., "target": PATH, "drafts": {NAME: PATH}, "methods": [NAME]}'
 
 
 def _draft_name(name: str) -> str:
@@ -34,13 +34,16 @@ def _draft_name(name: str) -> str:
 
 
 class PairSpec(BaseModel):
-    """A pair as the user names it: a target and drafts, each a checkpoint folder or a hub name."""
+    """A pair as the user names it: a target and drafts, each a checkpoint folder or a hub name.
+    ``methods``: drafts that vLLM has and nothing here loads, by its name of their method (``mtp``,
+    ``dflash``, ``suffix``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
     target: str
     drafts: dict[Annotated[str, AfterValidator(_draft_name)], str] = {}
+    methods: tuple[Annotated[str, AfterValidator(_draft_name)], ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
@@ -48,7 +51,7 @@ class PairSpec(BaseModel):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Every draft a policy may name, ``none`` excluded."""
-        return (*self.drafts, "ngram")
+        return (*self.drafts, *self.methods, "ngram")
 
     @property
     def id(self) -> str:
@@ -65,8 +68,8 @@ class PairSpec(BaseModel):
             read_config(checkpoint(path))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "target", "drafts"}``, the form of a pair file."""
-        return self.model_dump()
+        """``{"name", "target", "drafts", "methods"}``, the form of a pair file."""
+        return self.model_dump(mode="json")
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, base: Path | None = None) -> PairSpec:
@@ -84,7 +87,7 @@ class PairSpec(BaseModel):
             raise PairError(f"{where}: {_explained(error)}") from None
         drafts = {name: resolve(path) for name, path in spec.drafts.items()}
         name = shortened(spec.name or Path(spec.target).name)
-        return cls(name=name, target=resolve(spec.target), drafts=drafts)
+        return cls(name=name, target=resolve(spec.target), drafts=drafts, methods=spec.methods)
 
 
 def _explained(error: ValidationError) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType, SimpleNamespace
@@ -37,13 +38,13 @@ class Core:
         self.requests: dict[str, Any] = {}
         self.running: list[Any] = []
         self.steps: list[Any] = []
-        self.drafts = 0
 
     def add(self, name: str, **params: Any) -> None:
         sampling = {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "seed": None, "stop": []}
         request = SimpleNamespace(
             request_id=name, prompt_token_ids=[1, 2, 3], output_token_ids=[], num_output_tokens=0,
-            num_computed_tokens=3, lora_request=None, mm_features=[], resumable=False,
+            num_computed_tokens=3, spec_token_ids=[], is_prefill_chunk=False,
+            num_output_placeholders=0, lora_request=None, mm_features=[], resumable=False,
             arrival_time=5.0, max_tokens=TOKENS, stop_reason=None,
             status=SimpleNamespace(name="RUNNING"),
             sampling_params=SimpleNamespace(**{**sampling, "extra_args": None, **params}),
@@ -54,13 +55,14 @@ class Core:
 
     def schedule(self) -> Any:
         running, lookup = self.running, self.dynamic_sd_lookup
-        drafts = {r.request_id: [7] * self.drafts for r in running if r.num_output_tokens}
-        self.drafts = MOST if lookup is None else lookup[len(running)]
-        self.steps.append((sorted(self.requests), drafts, self.drafts))
+        drafts = {r.request_id: r.spec_token_ids for r in running if r.num_output_tokens}
+        tokens = MOST if lookup is None else lookup[len(running)]
+        self.steps.append((sorted(self.requests), drafts, tokens))
         return SimpleNamespace(
             num_scheduled_tokens={r.request_id: 1 for r in running},
             scheduled_spec_decode_tokens={name: d for name, d in drafts.items() if d},
-            num_spec_tokens_to_schedule=self.drafts, num_invalid_spec_tokens=None,
+            num_spec_tokens_to_schedule=tokens, num_invalid_spec_tokens=None,
+            has_structured_output_requests=False, pending_structured_output_tokens=False,
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=r.request_id) for r in running if not r.num_output_tokens
             ],
@@ -72,6 +74,7 @@ class Core:
             request = self.requests[name]
             del tokens[TOKENS - request.num_output_tokens :]
             request.output_token_ids += tokens
+            request.spec_token_ids = [7] * output.num_spec_tokens_to_schedule
             request.num_output_tokens = len(request.output_token_ids)
             if request.num_output_tokens == TOKENS:
                 request.status.name = "FINISHED_LENGTH_CAPPED"
@@ -241,6 +244,33 @@ def test_a_finished_request_is_a_line(start: Start, folder: Path) -> None:
     eventually(lambda: status(folder)["noted"] == 6)
 
 
+def test_what_is_drafted_for_a_retraced_request_is_noted_whatever_the_table_says(
+    start: Start, folder: Path
+) -> None:
+    scheduler = start()
+    publish(folder, 1, {"1": 2})
+    wait_for(folder, 1)
+    scheduler.add("r0")
+    scheduler.add("r1", extra_args={"spectune": "retrace"})
+    while scheduler.requests:
+        output = scheduler.schedule()
+        assert output.has_structured_output_requests == ("r1" in scheduler.requests)
+        assert not output.pending_structured_output_tokens  # nothing is scheduled ahead
+        scheduler.update_from_output(output, sampled(scheduler, output))
+    eventually(lambda: len(lines(folder)) == 2)
+    retraced, other = sorted(lines(folder), key=lambda line: "rounds" in line)
+    assert retraced.keys() == {"id", "output", "proposals"}
+    assert len(retraced["output"]) == TOKENS
+    assert len(retraced["proposals"]) > 1
+    assert all(ids == [7] * MOST for ids in retraced["proposals"])
+    assert [drafted for _, drafted, *_ in other["rounds"]] == [0, *[2] * (len(other["rounds"]) - 1)]
+    ahead = scheduler
+    ahead.add("r2", extra_args={"spectune": "retrace"})
+    ahead.schedule()
+    ahead.requests["r2"].num_output_placeholders = 2
+    assert ahead.schedule().pending_structured_output_tokens
+
+
 def test_texts_are_noted_of_the_share_that_is_set(start: Start, folder: Path) -> None:
     scheduler = start()
     publish(folder, 1, {"1": 2}, texts="none")
@@ -382,23 +412,22 @@ def test_a_full_disk_leaves_whole_lines_and_loses_none(
     start: Start, agent: Any, folder: Path
 ) -> None:
     scheduler = start()
+    failures = []
 
-    class Full:
+    class Full(FileIO):
         """A file that takes half a line."""
 
-        def __init__(self, file: Any) -> None:
-            self._file = file
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
         def write(self, line: bytes) -> int:
-            return int(self._file.write(line[: len(line) // 2]))
+            failures.append(line)
+            return int(super().write(line[: len(line) // 2]))
 
     serve(scheduler, 2)
     eventually(lambda: len(lines(folder)) == 2)
-    scheduler._spectune.file = Full(scheduler._spectune.file)
+    agent.open = lambda path, mode, **_: Full(path, mode) if mode == "ab" else open(path, mode)  # noqa: SIM115
     serve(scheduler, 3)
+    eventually(lambda: len(failures) >= 2)
+    assert len(lines(folder)) == 2
+    del agent.open
     eventually(lambda: len(lines(folder)) == 5)
     assert status(folder)["dropped"] == 0
 
@@ -513,23 +542,26 @@ class Marks(ast.NodeTransformer):
             *("schedule", "update_from_output", "finish_requests", "shutdown", "__init__")
         }
         around = watched and any("super()" in ast.unparse(s) for s in node.body)
-        node.body = self.marked(node.body, around=bool(around))
+        node.body = self.marked(node.body, around=bool(around), guard=node.name == "guarded")
         return node
 
-    def marked(self, body: list[ast.stmt], *, around: bool = False) -> list[ast.stmt]:
+    def marked(
+        self, body: list[ast.stmt], *, around: bool = False, guard: bool = False
+    ) -> list[ast.stmt]:
         marked: list[ast.stmt] = []
         for statement in body:
             vllms = "super()" in ast.unparse(statement) or isinstance(statement, ast.Return)
-            skip = around and (vllms or isinstance(statement, ast.Try))
+            skip = around and (vllms or "guarded(" in ast.unparse(statement))
+            skip = skip or ((around or guard) and isinstance(statement, ast.Try))
             docs = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
             if not (skip or docs or isinstance(statement, ast.Pass)):
                 marked += ast.parse(f"FAULT({self.count})").body
                 self.count += 1
             for field in ("body", "orelse", "finalbody"):
                 if inner := getattr(statement, field, None):
-                    setattr(statement, field, self.marked(inner))
+                    setattr(statement, field, self.marked(inner, guard=guard))
             for handler in getattr(statement, "handlers", ()):
-                handler.body = self.marked(handler.body)
+                handler.body = self.marked(handler.body, guard=guard)
             marked.append(statement)
         return marked
 
@@ -565,6 +597,7 @@ def test_a_fault_before_any_statement_changes_nothing_of_vllms(
         publish(folder, 1, {"1": 5, "3": 2}, contexts={"10": {"1": 1}})
         time.sleep(0.02)
         assert serve(scheduler, 5, extra_args={"spectune_label": "x"}) == expected
+        assert serve(scheduler, 5, extra_args={"spectune": "retrace"}) == expected
         put(folder, "{")
         time.sleep(0.01)
         if scheduler._spectune is not None:

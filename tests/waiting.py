@@ -8,9 +8,9 @@ from collections.abc import Callable
 PATIENCE_S = 90.0
 
 
-def eventually(holds: Callable[[], object]) -> None:
+def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """Returns once it holds; a test that waits in vain fails."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

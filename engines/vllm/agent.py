@@ -39,17 +39,19 @@ class Table(NamedTuple):
     version: int
     policy: str
     lookups: list[tuple[int, list[int] | None]]
-    texts: Any
+    texts: Any = None
 
 
 class Decoding:
-    """A request while it is decoded: its rounds, and seconds that yielded no token yet."""
+    """A request while it is decoded: its rounds, and seconds that yielded no token yet. Of one that
+    is retraced the ids that were drafted after each token are noted instead."""
 
-    __slots__ = ("num_tokens", "request", "rounds", "unspent_s")
+    __slots__ = ("num_tokens", "proposals", "request", "rounds", "unspent_s")
 
     def __init__(self, request: Any) -> None:
         self.request, self.num_tokens, self.unspent_s = request, 0, 0.0
         self.rounds: list[tuple[Any, ...]] = []
+        self.proposals: list[Any] | None = [] if extra(request, "spectune") == "retrace" else None
 
 
 class Agent:
@@ -57,21 +59,18 @@ class Agent:
 
     def __init__(self, scheduler: Any, folder: str) -> None:
         self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
-        self.texts = os.environ.get("SPECTUNE_TEXTS", "all")
-        self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)], None)
-        self.own, self.lookup = self.table, scheduler.dynamic_sd_lookup
+        self.own = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
         self.active, self.refusal, self.unchecked = False, "", 0
         self.decoding: dict[str, Decoding] = {}
-        self.scheduled: dict[int, tuple[float, int]] = {}
+        self.retraced: set[str] = set()
+        self.draft_limit: int | None = None  # of others, beside requests that are retraced
+        self.scheduled: deque[tuple[int, float, int]] = deque(maxlen=MAX_IN_FLIGHT)
         self.began_s, self.updated_s, self.num_sampled = 0.0, 0.0, list[int]()
-        self.noted, self.dropped = 0, 0
         self.waiting: deque[Decoding] = deque()
-        self.engine: dict[str, Any] = {}
-        self.since, self.fault, self.said = time.time(), "", set[str]()
+        self.noted, self.dropped, self.fault, self.told = 0, 0, "", set[str]()
         self.refused: dict[str, Any] | None = None
-        self.seen: Any = None
-        self.file: Any = None
-        self.path, self.number, self.files = "", 0, dict[str, int]()
+        self.engine, self.since, self.policy_seen = dict[str, Any](), time.time(), None
+        self.path, self.size, self.number, self.files = "", 0, 0, dict[str, int]()
         self.retry_at, self.status_at, self.status = 0.0, 0.0, dict[str, Any]()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.run, name="spectune", daemon=True)
@@ -81,37 +80,62 @@ class Agent:
 
     def on_schedule(self) -> None:
         table, scheduler = self.table, self.scheduler
-        if self.active and (table is not self.applied or len(table.lookups) > 1):
-            running = scheduler.running
+        lookup, running = table.lookups[-1][1], scheduler.running
+        if len(table.lookups) > 1:
             context = sum(r.num_computed_tokens for r in running) / max(1, len(running))
-            lookup = next(found for least, found in table.lookups if context >= least)
-            if lookup is not self.lookup:
-                scheduler.dynamic_sd_lookup = self.lookup = lookup
-            self.applied = table
-        self.began_s = time.perf_counter()
+            lookup = next(each for least, each in table.lookups if context >= least)
+        if scheduler.dynamic_sd_lookup is not lookup:
+            scheduler.dynamic_sd_lookup = lookup
+        if self.draft_limit is not None:
+            for request in running:
+                if request.request_id not in self.retraced:
+                    request.spec_token_ids = request.spec_token_ids[: self.draft_limit]
+            self.draft_limit = None
+        self.applied, self.began_s = table, time.perf_counter()
 
     def on_scheduled(self, output: Any) -> None:
-        batch, requests = len(output.num_scheduled_tokens), self.scheduler.requests
-        if self.applied.version and self.lookup is not None and batch:
-            drafts, told = output.num_spec_tokens_to_schedule, self.lookup[batch]
-            if drafts != told:
-                raise RuntimeError(f"vLLM drafts {drafts} tokens where its table says {told}")
-        self.scheduled[id(output)] = self.began_s, self.applied.version
-        if len(self.scheduled) > MAX_IN_FLIGHT:
-            del self.scheduled[next(iter(self.scheduled))]
+        scheduler, batch = self.scheduler, len(output.num_scheduled_tokens)
+        drafts, lookup = output.num_spec_tokens_to_schedule, scheduler.dynamic_sd_lookup
+        if self.applied.version and lookup is not None and batch and drafts != lookup[batch]:
+            raise RuntimeError(f"vLLM drafts {drafts} tokens where its table has {lookup[batch]}")
+        self.scheduled.append((id(output), self.began_s, self.applied.version))
         for new in output.scheduled_new_reqs:
-            if self.active and is_noted(requests[new.req_id]):
-                self.decoding[new.req_id] = Decoding(requests[new.req_id])
-        if len(self.decoding) > 2 * len(requests) + 64:  # such as ended where we do not look
-            self.decoding = {n: d for n, d in self.decoding.items() if n in requests}
+            request = scheduler.requests[new.req_id]
+            if self.active and is_noted(request):
+                text = self.decoding[new.req_id] = Decoding(request)
+                if text.proposals is not None:
+                    self.retraced.add(new.req_id)
+        if len(self.decoding) > 2 * len(scheduler.requests) + 64:  # some ended where we do not look
+            self.decoding = {n: d for n, d in self.decoding.items() if n in scheduler.requests}
+        if self.retraced:
+            self.on_retraced(output)
+
+    def on_retraced(self, output: Any) -> None:
+        """Has vLLM draft the most tokens for the requests that are retraced, and tell which."""
+        scheduler, most, is_scheduled = self.scheduler, self.scheduler.num_spec_tokens, False
+        self.retraced &= scheduler.requests.keys()
+        for name in self.retraced & output.num_scheduled_tokens.keys():
+            request = scheduler.requests[name]
+            if not request.is_prefill_chunk:
+                is_scheduled, request.spec_token_ids = True, [-1] * most
+                # As for a grammar: vLLM's worker hands on the ids that it drafted, which it keeps
+                # to itself where it schedules ahead, and samples when the scheduler has them.
+                drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+                is_ahead = request.num_output_placeholders > 1 + drafted
+                output.pending_structured_output_tokens |= is_ahead
+        output.has_structured_output_requests |= is_scheduled
+        if is_scheduled and output.num_spec_tokens_to_schedule < most:
+            self.draft_limit = output.num_spec_tokens_to_schedule
+            output.num_spec_tokens_to_schedule = most
 
     def on_output(self, result: Any) -> None:
         self.num_sampled = [len(tokens) for tokens in result.sampled_token_ids]  # vLLM cuts them
 
     def on_updated(self, output: Any, result: Any) -> None:
-        now_s, ended = time.perf_counter(), time.time()
-        began_s, version = self.scheduled.pop(id(output), (now_s, 0))
-        seconds, self.updated_s = now_s - max(began_s, self.updated_s), now_s
+        now_s, ended, step = time.perf_counter(), time.time(), (0, 0.0, 0)
+        while self.scheduled and step[0] != id(output):
+            step = self.scheduled.popleft()
+        seconds, self.updated_s = now_s - max(step[1], self.updated_s), now_s
         names, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         invalid = output.num_invalid_spec_tokens or {}
         resumed = output.scheduled_cached_reqs.resumed_req_ids
@@ -124,19 +148,21 @@ class Agent:
             emitted = request.num_output_tokens - start
             if emitted <= 0:
                 continue
-            accepted, drafted = self.num_sampled[result.req_id_to_index[name]] - 1, 0
-            if start and name in drafts and name not in resumed:  # else vLLM's padding
-                drafted = len(drafts[name]) - invalid.get(name, 0)
-            ends = request.is_finished()
-            if accepted > drafted or (emitted != accepted + 1 and not ends):
+            is_padded = not start or name in resumed  # of what vLLM has not drafted
+            ids = [] if is_padded else drafts.get(name, [])
+            drafted = len(ids) - invalid.get(name, 0) if ids else 0
+            accepted = self.num_sampled[result.req_id_to_index[name]] - 1
+            if accepted > drafted or (emitted != accepted + 1 and not request.is_finished()):
                 self.on_odd_round(name, (start, drafted, accepted, emitted))
                 continue
             self.unchecked -= self.unchecked > 0
-            text.rounds.append(
-                (start, drafted, accepted, emitted, version, text.unspent_s, len(names), ended)
-            )
+            if start and text.proposals is not None:
+                ids = [token for token in ids if token >= 0]
+                text.proposals.append(None if is_padded else ids)
+            counts = start, drafted, accepted, emitted
+            text.rounds.append((*counts, step[2], text.unspent_s, len(names), ended))
             text.num_tokens, text.unspent_s = start + emitted, 0.0
-            if ends:
+            if request.is_finished():
                 self.on_finished([request])
 
     def on_odd_round(self, name: str, counts: tuple[int, ...]) -> None:
@@ -149,23 +175,20 @@ class Agent:
         """Hands on what ended; what vLLM aborted before its first token is no round."""
         for request in requests:
             text = self.decoding.pop(request.request_id, None)
-            if text is None or not text.rounds or self.unchecked:
-                continue
-            if len(self.waiting) >= MAX_WAITING:
-                self.dropped += 1
-            else:
-                self.waiting.append(text)
+            if text is not None and text.rounds and not self.unchecked:
+                if len(self.waiting) < MAX_WAITING:
+                    self.waiting.append(text)
+                else:
+                    self.dropped += 1
 
     def on_fault(self, error: Exception) -> None:
         """Ends all that we do: vLLM's own table is in force again, and nothing is noted."""
-        self.active = False
-        if self.lookup is not self.own.lookups[0][1]:
-            self.scheduler.dynamic_sd_lookup = self.own.lookups[0][1]
+        self.active, self.decoding = False, {}
         self.table = self.applied = self.own
-        self.decoding = {}
+        if self.scheduler.dynamic_sd_lookup is not self.own.lookups[0][1]:
+            self.scheduler.dynamic_sd_lookup = self.own.lookups[0][1]
         self.refusal = self.fault = f"off, and vLLM goes on without it: {error!r}"[:500]
-        self.said.add(self.fault)
-        LOG.warning("spectune: %s", self.fault)
+        self.tell(self.fault)
 
     # In a thread of its own
 
@@ -188,25 +211,32 @@ class Agent:
                 part()
             except Exception as error:
                 self.fault = f"{part.__name__}: {error!r}"[:500]
-        refused = "" if self.refusal or self.refused is None else self.refused["reason"]
-        for line in (self.refusal or self.fault, refused):
-            if line and line not in self.said and len(self.said) < 100:
-                self.said.add(line)
-                LOG.warning("spectune: %s", line)
+        self.tell(self.refusal or self.fault)
+        if self.refused is not None and not self.refusal:
+            self.tell(self.refused["reason"])
+
+    def tell(self, line: str) -> None:
+        """Writes a line to vLLM's log, once."""
+        if line and line not in self.told and len(self.told) < 100:
+            self.told.add(line)
+            LOG.warning("spectune: %s", line)
 
     def read_policy(self) -> None:
         """Puts in force what ``policy.json`` says; what it says wrongly leaves the last table."""
-        path = os.path.join(self.folder, "policy.json")
+        path, table, refused, document = (
+            os.path.join(self.folder, "policy.json"),
+            self.own,
+            None,
+            None,
+        )
         try:
             stat = os.stat(path)
             seen: Any = stat.st_mtime_ns, stat.st_size, stat.st_ino, self.refusal, self.unchecked
         except FileNotFoundError:
             seen = None
-        if seen == self.seen:
+        if seen == self.policy_seen:
             return
-        refused, table = None, self.own
         if seen is not None:
-            document: Any = None
             try:
                 with open(path, "rb") as file:
                     document = json.load(file)
@@ -216,16 +246,14 @@ class Agent:
                 refused, table = {"version": version, "reason": f"policy.json: {error}"}, self.table
         if table is not self.table:
             self.since = time.time()
-        self.table, self.refused, self.seen = table, refused, seen
+        self.table, self.refused, self.policy_seen = table, refused, seen
 
     def table_of(self, document: Any) -> Table:
         """Raises ValueError for what is no policy, or none for this server."""
-        version = document["version"]
+        version, texts = document["version"], document.get("texts")
         if type(version) is not int or document["format"] != 1:
             raise ValueError("its format is not 1, or its version no whole number")
-        texts = document.get("texts")
-        if texts not in (None, "all", "none"):
-            texts = float(texts)
+        texts = texts if texts in (None, "all", "none") else float(texts)
         if not version:
             return self.own._replace(texts=texts)
         if self.refusal or self.unchecked:
@@ -241,18 +269,20 @@ class Agent:
         for tokens in sizes.values():
             if type(tokens) is not int or not 0 <= tokens <= limit:
                 raise ValueError(f"this server drafts 0 to {limit} tokens, not {tokens!r}")
-        found, tokens = [0], sizes[1]
+        lookup, tokens = [0], sizes[1]
         for size in range(1, scheduler.scheduler_config.max_num_seqs + 1):
             tokens = sizes.get(size, tokens)
-            found.append(tokens)
-        own = self.own.lookups[0][1]
-        return own if own is None and set(found[1:]) == {limit} else found  # vLLM's padding stays
+            lookup.append(tokens)
+        is_own = self.own.lookups[0][1] is None and set(lookup[1:]) == {limit}
+        return None if is_own else lookup  # vLLM's padding stays
 
     def write_rounds(self) -> None:
         """Appends a line for each request that ended. What cannot be written waits."""
         while self.waiting and time.monotonic() >= self.retry_at:
             try:
-                texts = self.texts if self.table.texts is None else self.table.texts
+                texts = self.table.texts
+                if texts is None:
+                    texts = os.environ.get("SPECTUNE_TEXTS", "all")
                 line = line_of(self.waiting[0], texts)
             except Exception:
                 self.waiting.popleft()
@@ -270,28 +300,23 @@ class Agent:
             self.fault = ""
 
     def append(self, line: bytes) -> None:
-        if self.file is None or self.file.tell() >= FILE_BYTES or not os.path.exists(self.path):
+        """Adds a line to the newest file, or a new one: all of it or, with an OSError, nothing."""
+        if self.size >= FILE_BYTES or not os.path.exists(self.path):
             self.rotate()
-        size = self.file.tell()
-        try:
-            if self.file.write(line) != len(line):
+        with open(self.path, "ab", buffering=0) as file:
+            if file.write(line) != len(line):
+                file.truncate(self.size)
                 raise OSError(f"no space for {self.path}")
-        except OSError:
-            file, self.file = self.file, None
-            file.truncate(size)
-            file.close()
-            raise
+        self.size += len(line)
         self.files[self.path] += 1
 
     def rotate(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-        name = f"rounds-{self.boot}-{self.number + 1:06d}.jsonl"
-        self.path = os.path.join(self.folder, name)
-        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-        self.number, self.files[self.path], self.status = self.number + 1, 0, {}
-        self.file.write(json.dumps({"engine": self.engine}).encode() + b"\n")
+        path = os.path.join(self.folder, f"rounds-{self.boot}-{self.number + 1:06d}.jsonl")
+        first = json.dumps({"engine": self.engine}).encode() + b"\n"
+        with open(path, "wb") as file:
+            file.write(first)
+        self.path, self.size, self.number = path, len(first), self.number + 1
+        self.files[path], self.status = 0, {}
         while len(self.files) > MAX_FILES:
             oldest = next(iter(self.files))
             lines = self.files.pop(oldest)
@@ -303,14 +328,14 @@ class Agent:
         """Writes ``status.json`` where it changed, of counts alone at most once a second."""
         refused = {"version": 0, "reason": self.refusal} if self.refusal else None
         in_force = {"version": self.table.version, "policy": self.table.policy}
+        counts = {"noted": self.noted, "dropped": self.dropped}
         document = {
             "format": 1, "boot": self.boot, "pid": os.getpid(), "engine": self.engine,
             "in_force": {**in_force, "since": self.since}, "refused": self.refused or refused,
-            "fault": self.fault or None, "noted": self.noted, "dropped": self.dropped,
+            "fault": self.fault or None, **counts,
         }  # fmt: skip
-        now = time.time()
-        before = {**self.status, "noted": self.noted, "dropped": self.dropped}
-        if document == self.status or (document == before and now < self.status_at + STATUS_S):
+        now, is_soon = time.time(), time.time() < self.status_at + STATUS_S
+        if document == self.status or (is_soon and document == {**self.status, **counts}):
             return
         path = os.path.join(self.folder, "status.json")
         with open(f"{path}.tmp", "w") as file:
@@ -323,38 +348,46 @@ class Agent:
         self.thread.join(1.0)
 
 
+def extra(request: Any, key: str) -> Any:
+    """What a client says of a request by vLLM's ``vllm_xargs``; None: nothing."""
+    params = request.sampling_params
+    return None if params is None else (params.extra_args or {}).get(key)
+
+
 def is_noted(request: Any) -> bool:
     """Whether a request is text alone, of the served model, and was not opted out."""
-    params = request.sampling_params
-    if params is None or not request.prompt_token_ids or request.lora_request is not None:
+    if request.sampling_params is None or not request.prompt_token_ids:
         return False
-    out = (params.extra_args or {}).get("spectune") == "off"
-    return not (out or request.mm_features or request.resumable)
+    other = request.lora_request is not None or request.mm_features or request.resumable
+    return not other and extra(request, "spectune") != "off"
 
 
 def line_of(text: Decoding, texts: Any) -> bytes:
     """A request as a line of JSON. ``texts``: ``all``, ``none`` or the share with tokens."""
-    request, params = text.request, text.request.sampling_params
-    name, label = request.request_id, (params.extra_args or {}).get("spectune_label")
+    request, params, name = text.request, text.request.sampling_params, text.request.request_id
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if text.proposals is not None:
+        line = {"id": name, "output": list(output), "proposals": text.proposals}
+        return json.dumps(line).encode() + b"\n"
     share = {"all": 1.0, "none": 0.0}.get(texts, texts)
-    ids = zlib.crc32(name.encode()) / 2**32 < float(share)
+    has_ids = zlib.crc32(name.encode()) / 2**32 < float(share)
     stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     finish = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_STOPPED": "stop"}.get(
         request.status.name, "stop" if stop else "abort"  # vLLM aborts at a stop string
     )  # fmt: skip
-    if finish == "stop" and request.status.name == "FINISHED_STOPPED" and not request.stop_reason:
+    if request.status.name == "FINISHED_STOPPED" and not request.stop_reason:
         finish = "eos"
+    label = extra(request, "spectune_label")
     line = {
         "id": name, "arrived": request.arrival_time, "ended": text.rounds[-1][-1],
         "temperature": params.temperature, "top_k": max(0, params.top_k), "top_p": params.top_p,
-        "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop if ids else [],
+        "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop if has_ids else [],
         "finish": finish, "label": label if label is None else str(label)[:200],
         "rounds": [(*r[:5], round(r[5], 7), *r[6:]) for r in text.rounds],
     }  # fmt: skip
-    prompt, output = request.prompt_token_ids, request.output_token_ids
-    if not ids:
-        lengths = {"n_prompt": len(prompt), "n_output": len(output)}
-        return json.dumps({**line, "prompt": None, "output": None, **lengths}).encode() + b"\n"
+    if not has_ids:
+        line |= {"prompt": None, "output": None, "n_prompt": len(prompt), "n_output": len(output)}
+        return json.dumps(line).encode() + b"\n"
     tokens = f'{{"prompt":[{joined(prompt)}],"output":[{joined(output)}],'
     return (tokens + json.dumps(line)[1:] + "\n").encode()
 
@@ -392,6 +425,7 @@ def description(scheduler: Any) -> dict[str, Any]:
         method = draft.method
     ngram = str(method).startswith("ngram")
     sampled = getattr(draft, "draft_sample_method", "greedy") != "greedy"
+    rates = getattr(draft, "synthetic_acceptance_rates", None)
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
@@ -403,6 +437,8 @@ def description(scheduler: Any) -> dict[str, Any]:
         "prompt_lookup": [draft.prompt_lookup_min, draft.prompt_lookup_max] if ngram else None,
         "num_speculative_tokens": scheduler.num_spec_tokens,
         "above_zero": "rejection" if sampled else "greedy",
+        "accepts_none": bool(rates) and not any(rates),
+        "by_priority": getattr(scheduler.scheduler_config, "policy", "fcfs") == "priority",
         "serving": {
             "max_num_seqs": scheduler.scheduler_config.max_num_seqs,
             "max_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
@@ -414,27 +450,26 @@ def description(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def start(scheduler: Any) -> Agent | None:
-    """The agent of a scheduler; None where it has no folder, or does not start."""
-    folder = os.environ.get("SPECTUNE_FOLDER")
+def start(scheduler: Any) -> None:
     try:
-        if folder:
-            return Agent(scheduler, folder)
+        scheduler._spectune = Agent(scheduler, os.environ["SPECTUNE_FOLDER"])
+    except KeyError:
         LOG.warning("spectune: off: SPECTUNE_FOLDER is not set")
     except Exception as error:
         LOG.warning("spectune: off, and vLLM goes on without it: %r", error)
-    return None
 
 
-def run(scheduler: Scheduler, hook: str, *args: Any) -> None:
-    """Calls a method of the agent, and ends all that we do where it fails."""
-    agent = scheduler._spectune
-    if agent is not None:
+def guarded(scheduler: Scheduler, hook: str, *args: Any) -> None:
+    """Calls a method of the agent, where there is one, and ends all that we do where it fails."""
+    try:
+        if scheduler._spectune is not None:
+            getattr(scheduler._spectune, hook)(*args)
+    except Exception as error:
         try:
-            getattr(agent, hook)(*args)
-        except Exception as error:
-            scheduler._spectune = None
+            agent, scheduler._spectune = scheduler._spectune, None
             agent.on_fault(error)
+        except Exception:
+            pass
 
 
 class Scheduler(AsyncScheduler):
@@ -445,45 +480,27 @@ class Scheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         try:
-            self._spectune = start(self)
+            start(self)
         except Exception:
             pass
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            run(self, "on_schedule")
-        except Exception:
-            pass
+        guarded(self, "on_schedule")
         output = super().schedule(*args, **kwargs)
-        try:
-            run(self, "on_scheduled", output)
-        except Exception:
-            pass
+        guarded(self, "on_scheduled", output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        try:
-            run(self, "on_output", model_runner_output)
-        except Exception:
-            pass
+        guarded(self, "on_output", model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        try:
-            run(self, "on_updated", scheduler_output, model_runner_output)
-        except Exception:
-            pass
+        guarded(self, "on_updated", scheduler_output, model_runner_output)
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         ended = super().finish_requests(*args, **kwargs)
-        try:
-            run(self, "on_finished", ended)
-        except Exception:
-            pass
+        guarded(self, "on_finished", ended)
         return ended
 
     def shutdown(self) -> None:
-        try:
-            run(self, "close")
-        except Exception:
-            pass
+        guarded(self, "close")
         super().shutdown()

@@ -205,13 +205,24 @@ class Line(_Noted):
         )
 
 
-def parse_line(text: bytes) -> Line | Engine:
-    """A line of a rounds file: a request, or the engine that served those which follow. Raises
-    TraceError with what is wrong in it."""
+class Proposals(_Noted):
+    """A request that was retraced: its tokens, and those that were drafted after each of them but
+    the last."""
+
+    id: str
+    output: Tokens
+    proposals: list[Tokens]
+
+
+def parse_line(text: bytes) -> Line | Engine | Proposals:
+    """A line of a rounds file: a request, the engine that served those which follow, or what was
+    drafted for one that was retraced. Raises TraceError with what is wrong in it."""
     try:
         document = json.loads(text)
         if isinstance(document, dict) and "engine" in document:
             return Engine.of(document["engine"])
+        if isinstance(document, dict) and "proposals" in document:
+            return Proposals.model_validate(document)
         line = Line.model_validate(document)
     except ValidationError as error:
         raise TraceError(_reason(error)) from None

@@ -39,14 +39,17 @@ def served_pair(engine: Engine, named: PairSpec | None) -> tuple[PairSpec, str]:
     method = engine.method or "none"
     name = "ngram" if method.startswith("ngram") else method
     if named is None:
-        drafts = {} if loaded is None else {Path(loaded).name: loaded}
+        is_read = method == "draft_model" or method.startswith("eagle")  # by transformers
+        drafts = {Path(loaded).name: loaded} if loaded is not None and is_read else {}
         document = {"name": Path(engine.model).name, "target": engine.model, "drafts": drafts}
+        if not drafts and name not in ("none", "ngram"):
+            document["methods"] = [name]
         return PairSpec.from_json(document, where="status.json"), next(iter(drafts), name)
     if identity(named.target) != identity(engine.model):
         raise PairError(
             f"the pair's target is {named.target}, but this server serves {engine.model}"
         )
-    if loaded is None:
+    if loaded is None or name in named.methods:
         return named, name
     served = identity(loaded)
     for draft, path in named.drafts.items():

@@ -69,7 +69,7 @@ def open_trace(
     engine = engine_named(info.engine)
     replayed = [p for policy in policies for p in policy.candidates if p.speculates]
     names = {*drafts, *(policy.draft for policy in replayed)}
-    looked_up = engine.prefill_emits and "ngram" in names
+    looked_up = engine.prefill_emits and "ngram" in names and "ngram" not in info.drafts
     if looked_up:  # by the engine's rule, which needs no panorama
         names.remove("ngram")
     if since is None:
@@ -84,10 +84,17 @@ def open_trace(
     lacking, kept = len(loaded.requests) - len(usable.requests), usable.requests
     if engine.prefill_emits:
         usable = replace(usable, requests=tuple(r.after_first() for r in kept))
+    panoramas = {draft: usable.panoramas(draft) for draft in sorted(names)}
+    copies = {"ngram": _copied(usable.trajectories, info)} if looked_up else {}
+    for draft in sorted(names):
+        if engine.prefill_emits and not panoramas[draft][0].shared:  # as an engine proposed them
+            chains = panoramas.pop(draft)
+            _check_proposed(replayed, draft, min(p.gamma_max for p in chains))
+            copies[draft] = [_proposed(p) for p in chains]
     trace = ReplayTrace(
         usable.trajectories,
-        {draft: usable.panoramas(draft) for draft in sorted(names)},
-        copies={"ngram": _copied(usable.trajectories, info)} if looked_up else None,
+        panoramas,
+        copies=copies,
         past=GAMMA_LIMIT * engine.past_end,
     )
     return Opened(trace, info, loaded.skipped, lacking, tuple(r.ordinal for r in kept))
@@ -103,6 +110,33 @@ def _copied(trajectories: Iterable[Trajectory], info: Recording) -> list[npt.NDA
         )
     least, most = info.options.get("prompt_lookup", (LEAST, MOST))
     return [copied(t, least, most) for t in trajectories]
+
+
+def _proposed(panorama: Panorama) -> npt.NDArray[np.uint8]:
+    """For every start how many tokens were proposed, and how many of them the text goes on with;
+    uint8 [2, L]."""
+    trie, best = panorama.trie, panorama.children[:, 0]
+    node = np.arange(panorama.positions)
+    length, agree = np.zeros((2, len(node)), np.uint8)
+    proposes = on_text = np.ones(len(node), np.bool_)
+    for _ in range(panorama.gamma_max):
+        proposes = proposes & (node >= 0) & (trie.count[node] > 0)
+        on_text = on_text & proposes & (trie.text_slot[node] == 0)
+        length += proposes
+        agree += on_text
+        node = np.where(proposes, best[node], -1)
+    return np.stack((length, agree))
+
+
+def _check_proposed(policies: Iterable[Policy], draft: str, gamma_max: int) -> None:
+    """Raises PolicyError for a policy that drafts further than an engine proposed."""
+    for policy in policies:
+        if policy.draft == draft and policy.gamma_max > gamma_max:
+            raise PolicyError(
+                f"policy drafts up to {policy.gamma_max} tokens with {draft!r}, but the server "
+                f"proposed {gamma_max}: `retrace` again with num_speculative_tokens "
+                f"{policy.gamma_max} there, or lower the policy's window"
+            )
 
 
 def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
