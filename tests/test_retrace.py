@@ -51,9 +51,15 @@ class Server:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                card = {"id": "chat", "root": server.engine["model"]}
+                self._answer(200, json.dumps({"data": [card]}))
+
             def do_POST(self) -> None:
                 length = int(self.headers["Content-Length"])
-                code, answer = server.complete(json.loads(self.rfile.read(length)))
+                self._answer(*server.complete(json.loads(self.rfile.read(length))))
+
+            def _answer(self, code: int, answer: str) -> None:
                 self.send_response(code)
                 self.end_headers()
                 self.wfile.write(answer.encode())
@@ -86,14 +92,14 @@ class Server:
     def serve(self) -> None:
         """Notes its texts as served without drafts."""
         for n, (prompt, output) in enumerate(self.texts):
-            rounds = [[i, 0, 0, 1, 0, 0.01, 1, 10.0 + i] for i in range(LENGTH)]
-            self._note({
-                "id": f"r{n}", "arrived": 10.0 + n, "ended": 40.0, "prompt": prompt,
-                "output": output, "finish": "length", "rounds": rounds, "max_tokens": LENGTH,
-            })  # fmt: skip
+            self._note_request(f"r{n}", prompt, output)
 
     def complete(self, body: dict[str, Any]) -> tuple[int, str]:
+        name = f"cmpl-{body['request_id']}-0-ab12"
         with self._lock:
+            if "vllm_xargs" not in body:
+                self._note_request(name, body["prompt"], [9, 9])
+                return 200, json.dumps({"choices": [{"token_ids": [9, 9]}]})
             self.bodies.append(body)
             fault = self.faults.pop(0) if self.faults else None
             if isinstance(fault, int):
@@ -105,9 +111,15 @@ class Server:
                 tokens, count = 2 * allowed, 1
             proposals = [self.chain(text, start + 1 + i) for i in range(count)]
             if fault != "unnoted":
-                name = f"cmpl-{body['request_id']}-0-ab12"
                 self._note({"id": name, "output": tokens, "proposals": proposals})
             return 200, "{}"
+
+    def _note_request(self, name: str, prompt: list[int], output: list[int]) -> None:
+        rounds = [[i, 0, 0, 1, 0, 0.01, 1, 10.0 + i] for i in range(len(output))]
+        self._note({
+            "id": name, "arrived": 10.0, "ended": 40.0, "prompt": prompt, "output": output,
+            "finish": "length", "rounds": rounds, "max_tokens": len(output),
+        })  # fmt: skip
 
     def _note(self, line: dict[str, Any]) -> None:
         with self._file.open("a") as file:
@@ -193,26 +205,25 @@ def test_what_was_asked_before_a_failure_is_not_asked_again(
 
 
 def test_what_cannot_be_retraced_is_refused_in_one_line(
-    start: Start, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NOTED_S", 0.05)
     server = start()
     recording = followed(server, database)
     door = Door(str(database))
 
-    def error(folder: Path, url: str = server.url) -> str:
-        return door.error("retrace", recording, "--url", url, "--folder", str(folder))
+    def error(server: Server, url: str = "") -> str:
+        return door.error(
+            "retrace", recording, "--url", url or server.url, "--folder", str(server.folder)
+        )
 
-    (tmp_path / "empty").mkdir()
-    assert "no status.json" in error(tmp_path / "empty")
-    assert "no such folder" in error(tmp_path / "none")
-    assert "drafts nothing" in error(start(method=None).folder)
-    assert "samples its drafts" in error(start(above_zero="rejection").folder)
-    assert "but this server serves" in error(start(model=read_pair("demo").drafts["small"]).folder)
-    assert "does not answer" in error(server.folder, "http://127.0.0.1:9")
-    assert "does not answer" in error(server.folder, "nonsense")
+    assert "drafts nothing" in error(start(method=None, draft_model=None))
+    assert "samples its drafts" in error(start(above_zero="rejection"))
+    small = read_pair("demo").drafts["small"]
+    assert "but this server serves" in error(start(model=small, draft_model=small))
+    assert "no server answers" in error(server, "http://127.0.0.1:9")
     server.faults = ["unnoted"] * 1000
-    assert "the agent notes no proposals" in error(server.folder)
+    assert "the agent notes no proposals" in error(server)
     other = start(accepts_none=True)
     other.texts = [(prompt, output[::-1]) for prompt, output in other.texts]
-    assert "decodes another text" in error(other.folder, other.url)
+    assert "decodes another text" in error(other)

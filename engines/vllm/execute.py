@@ -72,7 +72,7 @@ class RunningServer(Swapping):
         self._about = self._described.about
         if status.refused is not None and not status.refused.version:
             raise EngineError(f"{folder}: the agent is off: {status.refused.reason}")
-        self._model = self._served_model()
+        self.model = self._served_model()
         self.version = self._described.engine_version
         self.spec, self.draft = served_pair(self._described, pair)
         most, seats = self._described.num_speculative_tokens or 0, self._described.max_num_seqs
@@ -253,7 +253,7 @@ class RunningServer(Swapping):
         sampling = asked.sampling
         return json.dumps(
             {
-                "model": self._model,
+                "model": self.model,
                 "request_id": name,
                 "prompt": list(prompt.ids),
                 "max_tokens": asked.most_tokens(prompt),

@@ -13,28 +13,21 @@ a greedy text while it decodes it: one request a text.
 from __future__ import annotations
 
 import json
-import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from http.client import HTTPException
 from typing import Any, Final
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 
 from spectune.engines.abilities import engine_named
-from spectune.engines.vllm.folder import (
-    Proposals,
-    parse_line,
-    read_chunk,
-    read_status,
-    rounds_files,
-)
+from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.folder import SENT, Proposals, Tail, parse_line, read_status
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
@@ -42,9 +35,8 @@ from spectune.traces.errors import EngineError, PairError, TraceError
 from spectune.traces.schema import OFF_TEXT, Trie
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording, Trajectory
+from spectune.traces.text import one_line
 
-ANSWER_S: Final = 600.0
-"""Seconds that a request may take."""
 NOTED_S: Final = 10.0
 """Seconds after which what the agent has not noted is asked again."""
 ATTEMPTS: Final = 3
@@ -67,90 +59,18 @@ class Retraced:
     busy_s: float
 
 
-class Server:
-    """A running vLLM with our agent: its base URL and the agent's folder. Raises TraceError and
-    EngineError where it drafts nothing, or not as can be replayed."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self.url, self.folder = url.rstrip("/").removesuffix("/v1"), folder
-        status = read_status(folder)
-        if status is None:
-            raise TraceError(
-                f"{folder}: no status.json; start vLLM with spectune's agent and "
-                f"SPECTUNE_FOLDER={folder}"
-            )
-        self.boot, self.engine = status.boot, status.described
-        if not self.engine.method or not self.engine.num_speculative_tokens:
-            raise EngineError(
-                "this server drafts nothing; start it with --speculative-config, whose "
-                "num_speculative_tokens is the most that is replayed"
-            )
-        if self.engine.above_zero != "greedy":
-            raise EngineError(
-                "this server samples its drafts (draft_sample_method), which cannot be replayed; "
-                "start it with greedy drafts, vLLM's default"
-            )
-        self.gamma_max = self.engine.num_speculative_tokens
-        self.accepts_none = bool(self.engine.about.get("accepts_none"))
-        self._offsets = {path: path.stat().st_size for path in self._files()}
-
-    def draft_of(self, spec: PairSpec) -> str:
-        """The draft's name: that of its checkpoint in the pair, else vLLM's of its method. Raises
-        PairError for a server of another target."""
-        model, loaded = self.engine.model, self.engine.draft_model
-        if not is_same(spec.target, model):
-            raise PairError(f"the recording is of {spec.target}, but this server serves {model}")
-        if loaded and loaded != model:
-            for name, path in spec.drafts.items():
-                if is_same(path, loaded):
-                    return name
-        method = str(self.engine.method)
-        return "ngram" if method.startswith("ngram") else method
-
-    def complete(self, body: Mapping[str, Any]) -> None:
-        """Sends a request of token ids and waits for its end. Raises EngineError."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        if self.engine.about.get("by_priority"):
-            body = {**body, "priority": LAST}
-        data = json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode()
-        try:
-            with urlopen(Request(f"{self.url}/v1/completions", data, headers), timeout=ANSWER_S):
-                pass
-        except HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise EngineError(f"{self.url} refused a request: {reason}") from None
-        except (OSError, ValueError) as error:
-            reason = str(getattr(error, "reason", error))
-            raise EngineError(f"{self.url}: the server does not answer ({reason})") from None
-
-    def proposals(self) -> Iterator[Proposals]:
-        """What the agent has noted since the last call."""
-        for path in self._files():
-            with suppress(FileNotFoundError):  # `follow` has removed it
-                for text, end in read_lines(path, self._offsets.get(path, 0)):
-                    self._offsets[path] = end
-                    with suppress(TraceError):
-                        if isinstance(line := parse_line(text), Proposals):
-                            yield line
-
-    def trouble(self) -> str:
-        """Why the agent notes nothing, as far as it tells."""
-        status = read_status(self.folder)
-        if status is not None and (status.fault or status.refused):
-            return status.fault or status.refused.reason  # type: ignore[union-attr]
-        return f"is {self.url} the server that writes into {self.folder}?"
-
-    def _files(self) -> list[Path]:
-        return list(rounds_files(self.folder).get(self.boot, {}).values())
-
-
-def read_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines of a file from an offset on, each with the offset after it."""
-    while (chunk := read_chunk(path, offset, is_closed=False)).lines:
-        yield from chunk.lines
-        offset = chunk.lines[-1][1]
+def draft_name(server: RunningServer, spec: PairSpec) -> str:
+    """The name of a server's draft in a pair: that of its checkpoint, where the pair has it. Raises
+    PairError for a server of another target."""
+    if not is_same(spec.target, server.spec.target):
+        raise PairError(
+            f"the recording is of {spec.target}, but this server serves {server.spec.target}"
+        )
+    loaded = server.spec.drafts.get(server.draft)
+    for name, path in spec.drafts.items():
+        if loaded is not None and is_same(path, loaded):
+            return name
+    return server.draft
 
 
 def is_same(path: str, other: str) -> bool:
@@ -165,7 +85,7 @@ class Question:
 
     ordinal: int
     start: int
-    body: Mapping[str, Any]
+    body: str
     attempts: int = 0
     answered_at: float = 0.0
 
@@ -178,33 +98,49 @@ class Retracer:
         self,
         store: TraceStore,
         recording: Recording,
-        server: Server,
+        server: RunningServer,
         *,
         outstanding: int = 4,
         share: float = 1.0,
         progress: Progress = silent,
     ) -> None:
+        about = server.runs_on
         if not engine_named(recording.engine).prefill_emits:
             raise TraceError(
                 f"recording {recording.id} was decoded by {recording.engine}; retrace one that was "
-                "followed from a vLLM server (`spectune follow`)"
+                "followed from a vLLM server (`follow`)"
+            )
+        if server.draft == "none":
+            raise EngineError(
+                "this server drafts nothing; start it with --speculative-config, whose "
+                "num_speculative_tokens is the most that is replayed"
+            )
+        if about.get("above_zero") != "greedy":
+            raise EngineError(
+                "this server samples its drafts (draft_sample_method), which cannot be replayed; "
+                "start it with greedy drafts, vLLM's default"
             )
         self.store, self.recording, self.server = store, recording, server
         self.outstanding, self.share, self._progress = outstanding, share, progress
+        self.gamma_max = server.wanted.most
+        self.accepts_none = bool(about.get("accepts_none"))
         document = store.get_pair(recording.pair_id).document
-        self.draft = server.draft_of(PairSpec.from_json(document, where=recording.pair_id))
-        self._run = os.urandom(4).hex()
+        self.draft = draft_name(server, PairSpec.from_json(document, where=recording.pair_id))
+        status = read_status(server.folder)
+        self._tail = Tail(server.folder, status.boot if status else "")
+        self._more = {"priority": LAST} if about.get("by_priority") else {}
+        self._token = f"{SENT}{secrets.token_hex(4)}"
         self._texts: dict[int, Trajectory] = {}
         self._chains: dict[int, dict[int, Sequence[int]]] = {}
         self._requests, self._positions, self._stored = 0, 0, 0
 
     def run(self) -> Retraced:
         """Raises EngineError where the server does not answer, or decodes another text."""
-        began, gamma_max = time.monotonic(), self.server.gamma_max
-        lacking = self.store.missing_panoramas(self.recording.id, self.draft, gamma_max)
+        began = time.monotonic()
+        lacking = self.store.missing_panoramas(self.recording.id, self.draft, self.gamma_max)
         texts = self.store.iterate(self.recording.id, drafts=(), ordinals=lacking)
         self._texts = {request.ordinal: request.trajectory for request in texts}
-        if self.server.accepts_none and any(not t.sampling.greedy for t in self._texts.values()):
+        if self.accepts_none and any(not t.sampling.greedy for t in self._texts.values()):
             raise EngineError(
                 "this server accepts no drafts, which is exact at temperature 0 alone; retrace "
                 f"recording {self.recording.id} on a server with standard acceptance"
@@ -212,12 +148,10 @@ class Retracer:
         self._chains = {ordinal: {} for ordinal in self._texts}
         for ordinal, text in self._texts.items():
             if len(text.output_ids) < 2:  # no round begins in it
-                self._store_text(ordinal)
+                self._know(ordinal, {})
         busy_s = self._ask(sum(max(0, len(t.output_ids) - 1) for t in self._texts.values()))
-        seconds = time.monotonic() - began
-        return Retraced(
-            self.draft, gamma_max, self._stored, self._positions, self._requests, seconds, busy_s
-        )
+        seconds, counts = time.monotonic() - began, (self._stored, self._positions, self._requests)
+        return Retraced(self.draft, self.gamma_max, *counts, seconds, busy_s)
 
     def _ask(self, total: int) -> float:
         """Asks about every position of ``total``; the seconds during which any request of ours was
@@ -236,7 +170,7 @@ class Retracer:
                         if question is None:
                             break
                         unnoted[question.ordinal, question.start] = question
-                        sent[pool.submit(self.server.complete, question.body)] = question
+                        sent[pool.submit(self._complete, question.body)] = question
                         self._requests += 1
                     before, is_busy = now, bool(sent)
                     for future in wait(sent, LOOK_S, FIRST_COMPLETED).done:
@@ -246,7 +180,7 @@ class Retracer:
                         time.sleep(LOOK_S)
                     now = time.monotonic()
                     busy_s += (now - before) * is_busy
-                    for line in self.server.proposals():
+                    for line in self._proposals():
                         self._take(line, unnoted)
                     again += self._lost(unnoted, now)
                     self._progress(f"positions of {self.draft}", self._positions, total)
@@ -254,31 +188,58 @@ class Retracer:
                 pool.shutdown(wait=False, cancel_futures=True)
         return busy_s
 
+    def _complete(self, body: str) -> None:
+        """Sends a request and waits for its end. Raises EngineError."""
+        url = self.server.address.url
+        try:
+            code, text = self.server.address.call("POST", "/v1/completions", body)
+        except (OSError, HTTPException) as error:
+            raise EngineError(f"{url}: the server does not answer ({error})") from None
+        if code != 200:
+            raise EngineError(f"{url} refused a request ({code}): {one_line(text, 300)}")
+
+    def _proposals(self) -> Iterator[Proposals]:
+        """What the agent has noted of our requests since the last call."""
+        for text in self._tail.lines():
+            with suppress(TraceError):
+                line = parse_line(text) if self._token.encode() in text else None
+                if isinstance(line, Proposals):
+                    yield line
+
     def _questions(self, ordinal: int) -> Iterator[Question]:
         """Those of one text: of every start after its first token."""
         text = self._texts[ordinal]
         prompt, output = text.prompt_ids.tolist(), text.output_ids.tolist()
-        if self.server.accepts_none:
+        if self.accepts_none:
             yield self._question(ordinal, 1, prompt, max_tokens=len(output))
             return
         for start in range(1, len(output)):
+            if len(prompt) + start + 1 > self.server.wanted.max_len:  # nothing is drafted there
+                self._know(ordinal, {start: []})
+                continue
             # a second token, so that vLLM verifies, and hence hands on, what was drafted
             forced = {"max_tokens": 2, "allowed_token_ids": output[start - 1 : start]}
             yield self._question(ordinal, start, prompt + output[: start - 1], **forced)
 
     def _question(self, ordinal: int, start: int, prompt: list[int], **more: Any) -> Question:
-        name = f"retrace-{self._run}-{ordinal}-{start}"
-        marks = {"request_id": name, "vllm_xargs": {"spectune": "retrace"}}
-        return Question(ordinal, start, {"prompt": prompt, **marks, **more})
+        body = {
+            "model": self.server.model,
+            "request_id": f"{self._token}.{ordinal}.{start}",
+            "prompt": prompt,
+            "temperature": 0,
+            "ignore_eos": True,
+            "vllm_xargs": {"spectune": "retrace"},
+        }
+        return Question(ordinal, start, json.dumps({**body, **more, **self._more}))
 
     def _take(self, line: Proposals, unnoted: dict[tuple[int, int], Question]) -> None:
         """Takes the proposals of a line that answers one of ours."""
-        match = re.search(rf"retrace-{self._run}-(\d+)-(\d+)-", line.id)
+        match = re.search(rf"{self._token}\.(\d+)\.(\d+)-", line.id)
         if match is None:
             return
         ordinal, start = int(match[1]), int(match[2])
         text = self._texts[ordinal]
-        count = len(text.output_ids) - 1 if self.server.accepts_none else 1
+        count = len(text.output_ids) - 1 if self.accepts_none else 1
         expected = text.output_ids[start - 1 : start - 1 + count + 1].tolist()
         if line.output[:count] != expected[:count]:
             raise EngineError(
@@ -288,15 +249,17 @@ class Retracer:
         if (ordinal, start) not in unnoted or len(line.proposals) < count:
             return  # asked again already, or to be
         del unnoted[ordinal, start]
-        chains = self._chains[ordinal]
-        chains.update(enumerate(line.proposals[:count], start))
-        self._positions += count
-        if len(chains) == len(text.output_ids) - 1:
-            self._store_text(ordinal)
+        self._know(ordinal, dict(enumerate(line.proposals[:count], start)))
 
-    def _store_text(self, ordinal: int) -> None:
-        text, chains = self._texts[ordinal], self._chains.pop(ordinal)
-        panorama = panorama_of(text, chains, self.draft, self.server.gamma_max)
+    def _know(self, ordinal: int, chains: Mapping[int, Sequence[int]]) -> None:
+        """Takes the proposals of some starts of a text, which is stored with those of the last."""
+        text = self._texts[ordinal]
+        self._positions += len(chains)
+        self._chains[ordinal].update(chains)
+        if len(self._chains[ordinal]) < len(text.output_ids) - 1:
+            return
+        chains = self._chains.pop(ordinal)
+        panorama = panorama_of(text, chains, self.draft, self.gamma_max)
         self._stored += self.store.put_panoramas(self.recording.id, [(ordinal, panorama)])
 
     def _lost(self, unnoted: Mapping[tuple[int, int], Question], now: float) -> list[Question]:
@@ -306,7 +269,9 @@ class Retracer:
         for question in lost:
             question.answered_at, question.attempts = 0.0, question.attempts + 1
             if question.attempts == ATTEMPTS:
-                raise EngineError(f"the agent notes no proposals: {self.server.trouble()}")
+                status = read_status(self.server.folder)
+                fault = (status and status.fault) or "it is off, or the server started again"
+                raise EngineError(f"{self.server.folder}: the agent notes no proposals: {fault}")
         return lost
 
 

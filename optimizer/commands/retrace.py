@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from spectune.engines.vllm.retrace import Retracer, Server
+from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.retrace import Retracer
 from spectune.optimizer.commands.results import Result, Row, Table
 from spectune.optimizer.commands.session import Talk, open_store
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.settings import Retrace
-from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore
 
 
 def retrace(s: Retrace, talk: Talk) -> Result:
-    folder = Path(s.folder)
-    if not folder.is_dir():
-        raise ConfigError(f"--folder {folder}: no such folder; name the one of SPECTUNE_FOLDER")
     with open_store(s) as store:
-        server, info = Server(s.url, folder), store.get_recording(s.recording)
+        info, server = store.get_recording(s.recording), RunningServer(s.url, Path(s.folder))
         how = {"outstanding": s.outstanding, "share": s.share, "progress": talk.progress}
         retracer = Retracer(store, info, server, **how)
         retraced = retracer.run()
