@@ -29,8 +29,8 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording
 
-MOST, TOKENS = 6, 24
-PROMPTS = [line["turns"][0] for line in demo_workload()][::12][:6]
+MOST, TOKENS = 6, 20
+PROMPTS = [line["turns"][0] for line in demo_workload()][::12][:4]
 
 
 @contextmanager
@@ -99,10 +99,10 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def served_lines(folder: Path) -> list[dict[str, Any]]:
-    """What the agent noted of requests that were not retraced."""
+    """What the agent noted of our prompts."""
     files = sorted(folder.glob("rounds-*.jsonl"))
     noted = [json.loads(text) for file in files for text in file.read_text().splitlines()]
-    return [line for line in noted if "rounds" in line]
+    return [line for line in noted if "rounds" in line and "spectune-" not in line["id"]]
 
 
 def followed(folder: Path, database: Path, temperature: float) -> str:
@@ -180,7 +180,7 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
                 count += compare(store, greedy, draft, gamma, served)
         served = send_noted(url, folder, temperature=0.8)
         sampled = followed(folder, database, 0.8)  # which ends the table that was put
-        retrace(sampled, url=url, folder=folder, db=database, outstanding=1)
+        retrace(sampled, url=url, folder=folder, db=database)
         with opened(str(database)) as store:
             sampled_count = compare(store, sampled, draft, 4, served)
             assert retrace(sampled, url=url, folder=folder, db=database).data["positions"] == 0
@@ -195,5 +195,5 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
         assert result.data["requests"] == result.data["texts"] > len(forced)
         assert panoramas(again, recording, draft) == forced
     print(f"{method}: {count} greedy rounds and {sampled_count} at temperature 0.8 as retraced")
-    assert count > 150
-    assert sampled_count > 30
+    assert count > 100
+    assert sampled_count > 20
