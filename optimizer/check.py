@@ -14,9 +14,10 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.parts import mixed
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.record import PanoramaSpec, put_policies, record, record_panoramas
@@ -42,12 +43,13 @@ BLOCK: Final = 3
 not counted."""
 MEASURED: Final = (1, 2, 4, 8, 16, 32)
 """Lengths of windows whose rounds are measured, beside the longest."""
-DECODING, READING = 0.4, 0.75
+DECODING: Final = 0.4
+READING: Final = 0.75
 """Parts of the time by whose end no further prompt is decoded, and none is read by the drafts."""
-
-RECORDINGS, PROFILED = 2.0, 2000
-"""What a tuning records, in chains and trees, as multiples of chains alone; and the rounds that it
-measures for a profile."""
+PROFILED: Final = 250
+"""Rounds of each draft that a tuning measures for a profile of chains."""
+TREES: Final = 2
+"""How many times as long a tuning's drafts read, and its profile takes, with trees."""
 
 
 class _TimeIsUp(Exception):
@@ -70,27 +72,32 @@ class Turns:
 class Check:
     """What a check found on ``texts``. ``rows``: of each draft and length of a fixed window what is
     accepted and, where rounds of the draft were measured, gained. Seconds: ``token_s`` of a token
-    without a draft, ``round_s`` of a round, ``recorded_s`` of a token to be decoded and read by
-    every draft."""
+    without a draft (0: not measured), ``round_s`` of a round, ``decode_s`` of a token that was
+    decoded, ``read_s`` of one that every draft read."""
 
     texts: Sequence[Trajectory]
     rows: Sequence[Mapping[str, Any]]
     token_s: float
     round_s: float
-    recorded_s: float
+    decode_s: float
+    read_s: float
 
     @property
     def tokens(self) -> int:
         return sum(len(t.output_ids) for t in self.texts)
 
-    def tune_seconds(self, requests: int, max_new_tokens: int, race_s: float) -> float:
+    def tune_seconds(
+        self, requests: int, max_new_tokens: int, race_s: float, *, trees: bool
+    ) -> float:
         """About how long a tuning takes on so many requests like these."""
         lengths = [
             max_new_tokens if t.finish == "length" else min(len(t.output_ids), max_new_tokens)
             for t in self.texts
         ]
         tokens = requests * sum(lengths) / len(lengths)
-        return RECORDINGS * tokens * self.recorded_s + PROFILED * self.round_s + race_s
+        times = TREES if trees else 1
+        profiled = PROFILED * times * len({row["draft"] for row in self.rows})
+        return tokens * (self.decode_s + times * self.read_s) + profiled * self.round_s + race_s
 
 
 def check_pair(
@@ -109,6 +116,7 @@ def check_pair(
     began = clock()
     drawn = options.verifier == "rejection" and not options.sampling.greedy
     drafts = pair.chain_drafts if drawn else pair.draft_names
+    pair.reserve(encode(pair, workload, options, drafts).longest)
     lengths = [gamma_max, *(k for k in MEASURED if k < gamma_max)]
     policies = [AUTOREGRESSIVE, *(_fixed(draft, k) for k in lengths for draft in drafts)]
     put_policies(store, policies)
@@ -140,7 +148,7 @@ def check_pair(
     texts = texts[: request.ordinal + 1]
     round_s = np.mean([step.round_s for r in texts for step in r.steps])
     trajectories = [r.trajectory for r in texts]
-    return Check(trajectories, rows, token_s, float(round_s), decode_s + read_s)
+    return Check(trajectories, rows, token_s, float(round_s), decode_s, read_s)
 
 
 def _tokens(requests: Sequence[RecordedRequest]) -> int:
@@ -205,7 +213,7 @@ def _replayed(
                     "conditional": by_draft[draft]["conditional"][k - 1],
                     "cumulative": by_draft[draft]["marginal"][k - 1],
                     "tau": replay.total.mean_accepted_length,
-                    "tau_interval": ratio_interval(replay.counts[:, 1], replay.counts[:, 0]),
+                    "tau_interval": _interval(replay.counts[:, 1], replay.counts[:, 0]),
                     **(_gain(off, replay) if priced else {}),
                 }
             )
@@ -221,14 +229,19 @@ def _gain(off: Replay, replay: Replay) -> dict[str, Any]:
     draft_s = float(replay.round_s[:, 0].sum())
     spare_s = without.seconds - (total.seconds - draft_s)
     steps_s = total.draft_steps * without.seconds / without.emitted_tokens
-    is_model = replay.policy.draft != "ngram"
+    has_cost = replay.policy.draft != "ngram" and steps_s > 0
     return {
-        "draft_step": draft_s / steps_s if is_model else None,
-        "break_even": spare_s / steps_s if is_model else None,
+        "draft_step": draft_s / steps_s if has_cost else None,
+        "break_even": spare_s / steps_s if has_cost else None,
         "tokens_per_s": total.tokens_per_s,
         "speedup": without.seconds / total.seconds,
-        "speedup_interval": ratio_interval(off.seconds, replay.seconds),
+        "speedup_interval": _interval(off.seconds, replay.seconds),
     }
+
+
+def _interval(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[float, float] | None:
+    """:func:`ratio_interval`; None of a single request."""
+    return ratio_interval(above, below) if np.size(above) > 1 else None
 
 
 @dataclass(frozen=True)

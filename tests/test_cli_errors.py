@@ -124,7 +124,7 @@ T = "--set target=pair/target"
         (f"{RUN} --set target=./none", "no model at ./none"),
         (f"{RUN} {T} --set drafts.a=./none", "no model at ./none"),
         (f"{RUN} --set target=no/such/one", "no model at no/such/one"),
-        (f"{RUN} {T} --set drafts=near", "NAME=PATH is expected"),
+        (f"{RUN} {T} --set drafts==near", "NAME=PATH is expected"),
         (f"{RUN} {T} --set drafts.ngram=pair/near", "'ngram' is reserved"),
         (f"{RUN} --set drafts.a=pair/near", "drafts need a target"),
         (f"{RUN} --pair pair {T}", "not both"),

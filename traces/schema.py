@@ -368,7 +368,7 @@ class Outcome:
         }
 
 
-def ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+def ratio_interval(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[float, float]:
     """Bootstrap interval (95%, of 1000 resamples of the requests) of sum(above) / sum(below), given
     by request. (0, 0) where nothing is below."""
     tops, bottoms = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)

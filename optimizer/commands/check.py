@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from spectune.optimizer.check import Memory, check_pair, device_bytes
+from spectune.optimizer.check import Check, Memory, check_pair, device_bytes
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
+from spectune.optimizer.commands.tune import QUICK
 from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.report.words import interval
 from spectune.options import options_of
@@ -24,6 +25,8 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling, Tune
+from spectune.traces.acceptance import FirstPosition, hardly_accepted
+from spectune.traces.sanity import checked as texts_checked
 from spectune.traces.store import TraceStore
 from spectune.traces.workloads import take
 
@@ -39,15 +42,16 @@ COLUMNS = {
     "speedup_interval": "times (95%)",
 }
 """Printed columns, by the key of ``--json``."""
+FEW = 5
+"""Prompts below which nothing is advised."""
 
 
 def check(s: Settings, talk: Talk) -> Result:
     began = time.perf_counter()
     spec = _pair(s)
-    whole = s.model_copy(update={"requests": s.requests.model_copy(update={"limit": None})})
-    workload = read_workload(whole, spec, talk)
-    num_requests = len(workload.requests)
-    workload = take(workload, s.requests.limit, seed=s.requests.seed)
+    unlimited = s.requests.model_copy(update={"limit": None})
+    tuned = read_workload(s.model_copy(update={"requests": unlimited}), spec, talk)
+    workload = take(tuned, s.requests.limit, seed=s.requests.seed)
     options = decode_options(s.sampling)
     pair = load(s, spec, talk)
     workload = fit_to(pair, workload, options, s, talk)
@@ -57,12 +61,11 @@ def check(s: Settings, talk: Talk) -> Result:
             store, pair, workload, options, s.search.gamma_max,
             budget_s=left_s, clock=time.perf_counter, progress=talk.progress,
         )  # fmt: skip
-    memory = _memory(pair)
-    if "requests.limit" in s.sources:
-        num_requests = len(workload.requests)
-    most = (s.sampling if "sampling.max_new_tokens" in s.sources else Sampling()).max_new_tokens
-    minutes = checked.tune_seconds(num_requests, most, Race().budget) / 60
-    advice, command = _advice(checked.rows), _tune(s, spec)
+    _warn(checked, pair, talk)
+    limited = "requests.limit" in s.sources
+    minutes = _minutes(checked, s, len((workload if limited else tuned).requests))
+    speed = 1 / checked.token_s if checked.token_s else None
+    memory, advice, command = _memory(pair), _advice(checked), _tune(s, spec)
     data = {
         "pair": spec.id,
         "heads": pair.hidden_states,
@@ -71,23 +74,47 @@ def check(s: Settings, talk: Talk) -> Result:
         "prompts": len(checked.texts),
         "tokens": checked.tokens,
         "seconds": time.perf_counter() - began,
-        "without_draft_tokens_per_s": 1 / checked.token_s,
+        "without_draft_tokens_per_s": speed,
         "lengths": checked.rows,
         "memory": memory,
         "tune_minutes": minutes,
         "advice": advice,
         "next": command,
     }
-    tables = [*_tables(checked.rows), _memory_table(memory)]
     lines = [
-        f"{len(checked.texts)} of {len(workload.requests)} prompts, {checked.tokens} tokens; "
-        f"{1 / checked.token_s:.1f} tokens/s without a draft on {pair.place['hardware']}",
+        f"{len(checked.texts)} of {len(workload.requests)} prompts, {checked.tokens} tokens"
+        + (f"; {speed:.1f} tokens/s without a draft" if speed else ""),
         "draft step, gains below: parts of a target pass for one token; K tokens gain where a step "
         "of the draft costs less",
         advice,
-        f"about {minutes:.0f} minutes: {command}",
+        f"{command}  # {_about(minutes['full'])}; with --quick {_about(minutes['quick'])}",
     ]
+    tables = [*_tables(checked.rows), _memory_table(memory)]
     return Result("\n".join(lines), data, checked.rows, tables)
+
+
+def _warn(checked: Check, pair: LoadedPair, talk: Talk) -> None:
+    """Tells what is odd about the texts, and which drafts are next to never right."""
+    first = {
+        row["draft"]: FirstPosition(row["cumulative"], checked.tokens)
+        for row in checked.rows
+        if row["K"] == 1
+    }
+    for line in (*texts_checked(checked.texts).lines(), *hardly_accepted(first, pair.heads)):
+        talk.tell(line)
+
+
+def _minutes(checked: Check, s: Settings, requests: int) -> dict[str, float]:
+    """About how long `tune` takes, and with ``--quick``."""
+    most = (s.sampling if "sampling.max_new_tokens" in s.sources else Sampling()).max_new_tokens
+    fewer = QUICK["requests"]["limit"], QUICK["sampling"]["max_new_tokens"]
+    seconds = {
+        "full": checked.tune_seconds(requests, most, Race().budget, trees=True),
+        "quick": checked.tune_seconds(
+            min(requests, fewer[0]), min(most, fewer[1]), QUICK["race"]["budget"], trees=False
+        ),
+    }
+    return {name: value / 60 for name, value in seconds.items()}
 
 
 def _pair(s: Settings) -> PairSpec:
@@ -116,7 +143,7 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     tables = []
     for draft in dict.fromkeys(row["draft"] for row in rows):
         printed = [
-            {name: _printed(row[key]) for key, name in COLUMNS.items() if row.get(key)}
+            {name: _printed(row[key]) for key, name in COLUMNS.items() if row.get(key) is not None}
             for row in rows
             if row["draft"] == draft
         ]
@@ -168,22 +195,29 @@ def _memory_table(memory: Mapping[str, Any]) -> Table:
     return Table(rows, title=f"memory of the device{size}")
 
 
-def _advice(rows: Sequence[Mapping[str, Any]]) -> str:
+def _advice(checked: Check) -> str:
     """Whether to tune, in a sentence."""
-    priced = [row for row in rows if "speedup" in row]
-    if not priced:
-        return "Open: too few rounds were measured; more prompts or a larger --budget would tell."
-    best = max(priced, key=lambda row: row["speedup"])
-    low, high = best["speedup_interval"]
-    what = (
+    hint = "more prompts or a larger --budget would tell"
+    measured = [row for row in checked.rows if "speedup" in row]
+    if not measured:
+        return f"Open: too few rounds were measured; {hint}."
+    best = max(measured, key=lambda row: row["speedup"])
+    low, high = best["speedup_interval"] or (None, None)
+    prediction = (
         f"{best['draft']} at K={best['K']} is predicted {best['speedup']:.2f} times as fast as no "
         f"draft{interval((low, high))}"
     )
+    if low is None or high is None or len(checked.texts) < FEW:
+        return f"Open on {len(checked.texts)} prompts: {prediction}; {hint}."
     if low > 1:
-        return f"Worth tuning: {what}."
+        return f"Worth tuning: {prediction}."
     if high > 1:
-        return f"Open: {what}; more prompts or a larger --budget would tell."
-    return f"Not worth tuning on this device: at best {what}."
+        return f"Open: {prediction}; {hint}."
+    return f"Not worth tuning on this device: at best {prediction}."
+
+
+def _about(minutes: float) -> str:
+    return f"about {minutes:.0f} minutes" if minutes < 100 else f"about {minutes / 60:.0f} hours"
 
 
 def _tune(s: Settings, spec: PairSpec) -> str:
