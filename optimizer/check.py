@@ -50,6 +50,8 @@ PROFILED: Final = 250
 """Rounds of each draft that a tuning measures for a profile of chains."""
 TREES: Final = 2
 """How many times as long a tuning's drafts read, and its profile takes, with trees."""
+SEARCH_S: Final = 30
+"""Seconds of a tuning's fits and search, which run no models."""
 
 
 class _TimeIsUp(Exception):
@@ -97,7 +99,8 @@ class Check:
         tokens = requests * sum(lengths) / len(lengths)
         times = TREES if trees else 1
         profiled = PROFILED * times * len({row["draft"] for row in self.rows})
-        return tokens * (self.decode_s + times * self.read_s) + profiled * self.round_s + race_s
+        recorded_s = tokens * (self.decode_s + times * self.read_s)
+        return recorded_s + profiled * self.round_s + SEARCH_S + race_s
 
 
 def check_pair(
