@@ -201,7 +201,7 @@ def _replayed(
     profile: LatencyProfile | None,
 ) -> tuple[list[dict[str, Any]], float]:
     """A row per draft and length of its window; and the seconds of a token without a draft."""
-    trace = open_trace(store, recording, drafts=drafts, skip_corrupted=True).trace
+    trace = open_trace(store, recording, drafts=drafts).trace
     off = run_replay(trace, AUTOREGRESSIVE, profile)
     by_draft = {r["draft"]: r for r in acceptance(store, TraceFilter(recordings=(recording,)))}
     rows = []
