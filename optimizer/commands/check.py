@@ -174,7 +174,7 @@ def _memory(pair: LoadedPair) -> dict[str, Any]:
         "models": {
             name: {
                 **asdict(alone),
-                "room": total and (total - used.weights) // used.cache_per_token,
+                "room": total and max(0, total - used.weights) // used.cache_per_token,
             }
             for name, (alone, used) in models.items()
         },
@@ -207,6 +207,11 @@ def _advice(checked: Check) -> str:
         f"{best['draft']} at K={best['K']} is predicted {best['speedup']:.2f} times as fast as no "
         f"draft{interval((low, high))}"
     )
+    if best["draft_step"] is not None:
+        prediction += (
+            f"; its step costs {best['draft_step']:.2f} of a target pass, and gains below "
+            f"{best['break_even']:.2f}"
+        )
     if low is None or high is None or len(checked.texts) < FEW:
         return f"Open on {len(checked.texts)} prompts: {prediction}; {hint}."
     if low > 1:
@@ -228,8 +233,8 @@ def _tune(s: Settings, spec: PairSpec) -> str:
         words += [
             w for name, path in spec.drafts.items() for w in ("--set", f"drafts.{name}={path}")
         ]
-    elif s.typed("pair", "target"):
-        words += ["--pair", str(s.target or s.pair)]
+    elif s.typed("pair", "target") and isinstance(path := s.target or s.pair, (str, os.PathLike)):
+        words += ["--pair", os.fspath(path)]
     for key, option in options_of(Tune).items():
         if key not in ("pair", "target", "drafts", "db") and s.typed(key):
             value = reduce(getattr, key.split("."), s)
