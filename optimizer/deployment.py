@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spectune.traces.errors import ConfigError, PolicyError
-from spectune.traces.text import check_name, shortened
+from spectune.traces.text import shortened
 
 if TYPE_CHECKING:
     from spectune.runtime.policies.document import Policy
@@ -25,11 +25,6 @@ class Place:
     deployment: str
     over: Publication | None
     serves: Policy | None = None
-
-
-def check_deployment(name: str) -> str:
-    """The name. Raises PolicyError where it cannot be one."""
-    return check_name(name, "deployment", PolicyError)
 
 
 def check_server(url: str | None, folder: str | None, engine: str | None) -> None:

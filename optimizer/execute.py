@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spectune import settings
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
@@ -43,6 +44,12 @@ class DecodeOptions:
     verifier: Verifier = "coupled"
     stop_strings: tuple[str, ...] = ()
     chat: bool = True
+
+    @classmethod
+    def of(cls, s: settings.Sampling) -> DecodeOptions:
+        """What settings say."""
+        law = Sampling(s.temperature, s.top_k, s.top_p, s.seed)
+        return cls(law, s.max_new_tokens, s.verifier, s.stop, s.chat)
 
     def most_tokens(self, request: Request) -> int:
         """The most new tokens of a request, which may ask for fewer than others."""

@@ -3,60 +3,44 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from spectune.optimizer.execute import WARM_TOKENS, DecodeOptions, counts_of, first_token_s
+from spectune.optimizer.execute import Encoded, counts_of, first_token_s, warm
+from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.traces.schema import Request
 from spectune.traces.text import printable
 
 ACCEPTED, OWN = "green", "bold yellow"
 
 
 def generate(
-    pair: LoadedPair,
-    prepared: Plan,
-    prompt: str,
-    options: DecodeOptions,
-    console: Console,
-    *,
-    compare: bool = True,
+    pair: LoadedPair, plan: Plan, encoded: Encoded, console: Console, *, compare: bool = True
 ) -> dict[str, Any]:
-    """Streams the continuation of ``prompt``: drafted and accepted tokens in green, the target's
-    own in yellow.
+    """Streams the continuation of the one request that is ``encoded``: drafted and accepted tokens
+    in green, the target's own in yellow.
 
     Returns ``text``, ``token_ids``, ``rounds``, ``tau``, ``tokens_per_s``,
     ``time_to_first_token_s`` and, with ``compare``, ``autoregressive_tokens_per_s`` and
-    whether the texts are equal. Raises WorkloadError when the prompt does not fit.
+    whether the texts are equal.
     """
-    item = Request("prompt", "prompt", prompt)
-    ids = pair.encode_request(item, chat=options.chat)
-    decoder = Decoder(pair, StaticSource(prepared), options.verifier)
-    request = decoder.request(
-        item, ids, options.sampling, options.max_new_tokens, options.stop_strings
-    )
-    plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
-    pair.reserve(len(ids) + options.max_new_tokens + 1)
-    first = replace(request, prompt_ids=ids[:WARM_TOKENS])
-    for source in (plain, StaticSource(prepared)):  # first touches of the weights are not timed
-        list(islice(Decoder(pair, source, options.verifier).rounds(first), 4))
-    rounds, seconds = _stream(decoder, request, console)
-    output = [token for r in rounds for token in r.tokens]
-    steps = [r.step for r in rounds]
+    ((_, request),) = encoded.items
+    verifier = encoded.options.verifier
+    warm(pair, encoded)
+    prepare_graphs(pair, plan)
+    rounds, seconds = _stream(Decoder(pair, StaticSource(plan), verifier), request, console)
+    output, steps = [token for r in rounds for token in r.tokens], [r.step for r in rounds]
     counts, first_s = counts_of(steps, seconds), first_token_s(steps, seconds)
     result: dict[str, Any] = {
         "text": pair.text(output),
         "token_ids": output,
-        "policy": prepared.policy.spelled_out(),
+        "policy": plan.policy.spelled_out(),
         "rounds": counts.rounds,
         "tau": counts.mean_accepted_length,
         "drafted_tokens": counts.drafted_tokens,
@@ -66,23 +50,22 @@ def generate(
     }
     console.print()
     colours = (("accepted draft tokens", ACCEPTED), "  ", ("the target's own", OWN))
-    console.print(Text.assemble(*colours, f"   policy: {prepared.policy.label()}"))
+    console.print(Text.assemble(*colours, f"   policy: {plan.policy.label()}"))
     line = (
         f"{counts.emitted_tokens} tokens in {counts.rounds} rounds, tau "
         f"{counts.mean_accepted_length:.2f}, first token after {first_s * 1e3:.0f} ms, "
         f"{counts.tokens_per_s:.1f} tokens/s"
     )
-    if compare and any(p.speculates for p in prepared.policy.candidates):
-        again = Decoder(pair, plain, options.verifier).decode(request)
+    if compare and any(p.speculates for p in plan.policy.candidates):
+        plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
+        again = Decoder(pair, plain, verifier).decode(request)
         speed = len(output) / again.seconds
-        result["autoregressive_tokens_per_s"] = speed
-        result["same_text"] = again.trajectory.output_ids.tolist() == output
+        same = again.trajectory.output_ids.tolist() == output
+        result |= {"autoregressive_tokens_per_s": speed, "same_text": same}
         line += f" against {speed:.1f} autoregressively ({counts.tokens_per_s / speed:.2f} times)"
-        if options.verifier == "coupled":
+        if verifier == "coupled":
             dtype = str(pair.target.dtype).removeprefix("torch.")
-            line += (
-                ", same text" if result["same_text"] else f", ANOTHER TEXT (rounding in {dtype})"
-            )
+            line += ", same text" if same else f", ANOTHER TEXT (rounding in {dtype})"
     console.print(line)
     return result
 

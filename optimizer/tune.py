@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spectune import settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.confirm import Confirmation, check_sample_size
@@ -84,6 +85,22 @@ class TuneOptions(ProveOptions):
     deployment: str = DEFAULT_DEPLOYMENT
     tree_width: int = 8
     tree_depth: int = 8
+
+    @classmethod
+    def of(cls, s: settings.Tune | settings.Scheduled, **about: Any) -> TuneOptions:
+        """What settings say, and what else a tuning is told."""
+        return cls(
+            options=DecodeOptions.of(s.sampling),
+            gamma_max=s.search.gamma_max,
+            trials=s.search.trials,
+            seed=s.search.seed,
+            finalists=s.race.finalists,
+            budget_s=s.race.budget,
+            tree_width=s.trees.width,
+            tree_depth=s.trees.depth if s.trees.width else 0,
+            deployment=s.deployment,
+            **about,
+        )
 
     @property
     def chains_only(self) -> bool:
@@ -457,7 +474,6 @@ class Tuning:
             "profile": profile,
             "requests": list(study.requests),
             "trials": len(study.trials),
-            "beyond_the_recording": study.left_out(),
             "by_prompt": why,
         }
         self.study_id = store.put_study(
@@ -532,7 +548,6 @@ class Tuning:
             search_requests=len(self.parts.search),
             trials=len(self.study.trials),
             seconds=self.seconds,
-            beyond=self.study.left_out(),
             workload=self.workload,
         )
         about = {

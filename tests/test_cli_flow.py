@@ -25,7 +25,6 @@ import spectune.optimizer.commands.tune
 from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions
 from spectune.options import from_document
@@ -356,7 +355,10 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     run_sql(other.db, f"{unfinished} WHERE id = '{recording}'")
     found = other.call("tune", **CHAINS, recording=recording, no_publish=True, json=True)
     assert one_object(found.stdout)["recording"] == recording
-    assert f"{recording} was never finished: tuning on the 6 requests it holds (`" in found.stderr
+    assert (
+        f"{recording} was never finished: tuning on the 6 requests it holds (the `record`"
+        in found.stderr
+    )
     assert one_object(found.stdout)["workload"].items() >= SIX.items()
     whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
     assert "decode:" not in whole.stderr, "what is recorded is found"
@@ -374,7 +376,7 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     added = door.json("schedule add nightly", **{**workload, **how})
     read = from_document(Scheduled, added["settings"], "nightly")
     assert read.fresh
-    assert tune_options(read) == TuneOptions(
+    assert TuneOptions.of(read) == TuneOptions(
         options=DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
         budget_s=300.0,
         deployment="canary",
@@ -479,7 +481,7 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
     text, again = path.read_text(), (tmp_path / "r.html").read_text()
     parts = ("prediction", "race", "executed", "categories")
     for page in (text, again):
-        for part in (*parts, "latency", "positions", "tried", "left-out"):
+        for part in (*parts, "latency", "positions", "tried", "by-prompt"):
             assert f'id="{part}"' in page, part
     assert f"<h1>{made['sentence']}".split("'")[0] in again
     assert door.json("report", tuned["study"], out=path)["path"] == str(path)

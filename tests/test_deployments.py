@@ -16,7 +16,7 @@ from doors import Door
 from recorded_texts import Looked
 from test_hot_reload import fixed, publish
 
-from spectune.optimizer.changes import changes_json, changes_of, label_of, shares_of
+from spectune.optimizer.changes import changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
 from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
 from spectune.optimizer.serving import watch
@@ -184,25 +184,23 @@ def test_a_run_is_labelled_by_what_ran_in_each_round(pair: LoadedPair) -> None:
     decoded = list(run(pair, source, encoded))
     changes, shares = changes_of(decoded), shares_of(decoded)
     (change,) = changes  # the same policy, published again, is no change
-    assert (change.before, change.after, change.version) == (fixed(2).label(), fixed(5).label(), 2)
+    assert (change["before"], change["after"]) == (fixed(2).label(), fixed(5).label())
+    assert change["version"] == 2
     rounds = [
         (d.trajectory.request_id, n, s.policy) for d in decoded for n, s in enumerate(d.steps, 1)
     ]
     first = next((request, n) for request, n, policy in rounds if policy == fixed(5).id)
-    assert (change.request, change.round) == first
-    assert [(s.policy.id, s.counts.rounds) for s in shares] == [
+    assert (change["request"], change["round"]) == first
+    counts = [of for _, of in shares.values()]
+    assert list(zip(shares, (of.rounds for of in counts), strict=True)) == [
         (name, sum(policy == name for *_, policy in rounds)) for name in (fixed(2).id, fixed(5).id)
     ]
     whole = outcome("", decoded).total
-    assert sum(s.counts.emitted_tokens for s in shares) == whole.emitted_tokens
-    assert sum(s.counts.seconds for s in shares) == pytest.approx(whole.seconds)
+    assert sum(of.emitted_tokens for of in counts) == whole.emitted_tokens
+    assert sum(of.requests for of in counts) == whole.requests
+    assert sum(of.seconds for of in counts) == pytest.approx(whole.seconds)
     assert label_of(shares, changes) == f"{fixed(2).label()}, then {fixed(5).label()}"
-    early = [replace(changes[0], before="another"), *changes]
-    assert label_of(shares, early) == label_of(shares, changes), (
-        "what came before the run is no part of it"
-    )
-    assert label_of(shares[:1], early[:1]) == fixed(2).label()
-    assert "fixed(gamma=7)" not in str(changes_json(shares, changes))
+    assert "fixed(gamma=7)" not in str((changes, shares))
 
 
 @pytest.mark.parametrize("command", ["run", "record"])

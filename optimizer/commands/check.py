@@ -18,7 +18,7 @@ from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
 from spectune.optimizer.commands.tune import QUICK
-from spectune.optimizer.from_settings import decode_options
+from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import interval
 from spectune.options import options_of
 from spectune.runtime.loading import LoadedPair
@@ -52,7 +52,7 @@ def check(s: Settings, talk: Talk) -> Result:
     unlimited = s.requests.model_copy(update={"limit": None})
     tuned = read_workload(s.model_copy(update={"requests": unlimited}), spec, talk)
     workload = take(tuned, s.requests.limit, seed=s.requests.seed)
-    options = decode_options(s.sampling)
+    options = DecodeOptions.of(s.sampling)
     pair = load(s, spec, talk)
     workload = fit_to(pair, workload, options, s, talk)
     with _store(s) as store, pair.torch_threads():

@@ -16,7 +16,6 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.commands.session import Talk, deployment_for, policy_named
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.inputs import narrow, read_files
 from spectune.optimizer.on_engine import check_options, prompts_of
 from spectune.optimizer.overlong import made_to_fit
@@ -152,7 +151,7 @@ class Served:
         where = "runs on the CPU in float32 here" if engine.device else "chooses them itself"
         talk.no_effect(s, f"({engine.title} {where})", "device", "dtype")
         self.spec, self.talk, self.name, self.threads = spec, talk, s.engine, s.threads
-        self.options = decode_options(s.sampling)
+        self.options = DecodeOptions.of(s.sampling)
         device = engine.device or ("cuda" if sees_cuda() else "cpu")
         check_options(engine, self.options)
         workload = read_workload(s, spec, talk)

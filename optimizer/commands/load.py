@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from spectune.optimizer.bench.engine import EngineBench, engine_bench
 from spectune.optimizer.commands.decoding import quiet_transformers
-from spectune.optimizer.commands.evidence import tuning_result
+from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     Talk,

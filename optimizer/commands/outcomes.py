@@ -1,16 +1,17 @@
-"""What a policy came to, as a result: executed or replayed."""
+"""What a policy came to, executed or replayed, and what a tuning executed, as results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.report.words import LATENCIES
+from spectune.optimizer.report.words import LATENCIES, executed_table, prediction_in_words
 from spectune.traces.schema import Counts, Outcome
 
 if TYPE_CHECKING:
-    from spectune.optimizer.changes import Change, Share
+    from spectune.optimizer.verdict import Tuned
 
 TOKENS = ("emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length")
 
@@ -20,11 +21,10 @@ def outcome_result(
     data: Mapping[str, Any],
     *,
     texts: Mapping[str, str] | None = None,
-    shares: Sequence[Share] = (),
-    changes: Sequence[Change] = (),
+    parts: Mapping[str, Counts] = MappingProxyType({}),
 ) -> Result:
-    """A row is a request, with its text where there is one; printed is a line per category and the
-    total, and where the policy changed a line per policy."""
+    """A row is a request, with its text where there is one; printed is a line per category, the
+    total, and each of ``parts``."""
     rows = []
     for request in outcome.per_request:
         counts = request.counts.to_json()
@@ -33,15 +33,13 @@ def outcome_result(
         rows.append(row if texts is None else {**row, "text": texts[request.request_id]})
     total, verb = outcome.total, "predicted" if outcome.kind == "replayed" else "measured"
     by_category = outcome.by_category if len(outcome.by_category) > 1 else {}
-    parts = [*by_category.items(), ("all", total)]
-    parts += [(share.policy.label(), share.counts) for share in shares if changes]
-    printed = [_line(name, counts) for name, counts in parts]
+    lines_of = [*by_category.items(), ("all", total), *parts.items()]
+    printed = [_line(name, counts) for name, counts in lines_of]
     table = Table(printed, title=f"{outcome.policy} ({verb})", best=len(by_category))
     speed = f", {total.tokens_per_s:.1f} tokens/s {verb}" if total.seconds else ""
     lines = [
         f"{outcome.policy}: {total.emitted_tokens} tokens in {total.rounds} rounds, "
-        f"{total.mean_accepted_length:.2f} a round{speed}",
-        *map(str, changes),
+        f"{total.mean_accepted_length:.2f} a round{speed}"
     ]
     low, high = outcome.tokens_per_s_interval()
     if high:
@@ -73,3 +71,38 @@ def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
         for key, name in LATENCIES.items()
         if (times := (latency or {}).get(key))
     ]
+
+
+def tuning_result(tuned: Tuned) -> Result:
+    """What a tuning executed (:func:`optimizer.report.words.executed_table`), and how it ended. A
+    row is a policy, fastest first by the race: on other requests tokens/s do not compare."""
+    data = tuned.to_json()
+    executed = executed_table(data)
+    printed = [dict(zip(executed.columns, row, strict=True)) for row in executed.rows]
+    title = "Executed on requests the search has not seen"
+    lines = [
+        f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(printed)} "
+        f"executed on {tuned.test_requests} others; between executions {tuned.texts}",
+        prediction_in_words(tuned.prediction),
+    ]
+    dropped = {c.policy.id: c for c in tuned.candidates if not c.survived}.values()
+    if early := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
+        lines.append(
+            f"dropped early, behind beyond noise: {early}; compare policies by the last column"
+        )
+    lines += latency_lines(tuned.winner.executed.latency())
+    lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
+    table = Table(printed, title=title, best=executed.winner)
+    return Result("\n".join(lines), data, _rows(data), [table])
+
+
+def _rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The policies executed, each once, with all its roles."""
+    kinds = ("predicted", "predicted_after_factor", "measured")
+    keys = ("label", *(f"{kind}_tokens_per_s" for kind in kinds))
+    ratios = ("ratio_to_incumbent", "ratio_to_autoregressive", "ratio_to_leader")
+    rows: dict[str, dict[str, Any]] = {}
+    for c in sorted(data["candidates"], key=lambda c: -c["ratio_to_leader"]):
+        role = rows[c["id"]]["role"] + ", " if c["id"] in rows else ""
+        rows[c["id"]] = {"role": role + c["role"], **{k: c[k] for k in (*keys, *ratios)}}
+    return list(rows.values())

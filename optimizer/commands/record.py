@@ -22,8 +22,8 @@ from spectune.optimizer.commands.session import (
     pair_of,
     policy_named,
 )
-from spectune.optimizer.from_settings import decode_options
-from spectune.optimizer.inputs import recording_of, tree_size
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
@@ -35,6 +35,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.settings import Record
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import ConfigError
+from spectune.traces.recording import TREE_WIDTH
 from spectune.traces.sanity import checked
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import first_positions
@@ -99,7 +100,7 @@ def _decode(
     store: TraceStore, spec: PairSpec, s: Record, talk: Talk
 ) -> tuple[Recording, LoadedPair]:
     """By the native decoder."""
-    options = decode_options(s.sampling)
+    options = DecodeOptions.of(s.sampling)
     workload = read_workload(s, spec, talk)
     pair = load(s, spec, talk)
     panoramas = _spec(pair.draft_names, s)
@@ -136,9 +137,7 @@ def _serve(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
 
 
 def _spec(drafts: Collection[str], s: Record) -> PanoramaSpec:
-    """What is computed of each draft. Raises TraceError for trees that are too large."""
-    longest = s.search.gamma_max
+    """What is computed of each draft."""
     if not (s.trees.width or s.typed("trees.depth")):
-        return PanoramaSpec(drafts, longest)
-    depth = s.trees.depth if s.typed("trees.depth") else None
-    return PanoramaSpec(drafts, longest, *tree_size(s.trees.width or None, depth))
+        return PanoramaSpec(drafts, s.search.gamma_max)
+    return PanoramaSpec(drafts, s.search.gamma_max, s.trees.width or TREE_WIDTH, s.trees.depth)

@@ -12,14 +12,7 @@ from rich.console import Console
 
 from spectune.db.errors import DatabaseError
 from spectune.engines.protocol import Answered
-from spectune.optimizer.changes import (
-    Change,
-    Share,
-    changes_json,
-    changes_of,
-    label_of,
-    shares_of,
-)
+from spectune.optimizer.changes import Shares, change_in_words, changes_of, label_of, shares_of
 from spectune.optimizer.commands.decoding import (
     NATIVE,
     Served,
@@ -43,7 +36,6 @@ from spectune.optimizer.commands.session import (
 )
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
-from spectune.optimizer.from_settings import decode_options
 from spectune.optimizer.generate import generate as stream
 from spectune.optimizer.inputs import outcome_json
 from spectune.optimizer.on_engine import (
@@ -92,17 +84,17 @@ class Executed:
     requests: Sequence[Decoded | Answered]
     writer: TrafficWriter | None
     outcome: Outcome
-    shares: Sequence[Share]
+    shares: Shares
     device: str
     dtype: str
-    changes: Sequence[Change] = ()
+    changes: Sequence[dict[str, Any]] = ()
     stored: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
     """By the native decoder."""
-    options = decode_options(s.sampling)
+    options = DecodeOptions.of(s.sampling)
     workload = read_workload(s, spec, talk)
     pair = load(s, spec, talk)
     # What the target does not hold is refused before anything else is said.
@@ -131,7 +123,7 @@ def _tell_changes(executing: Iterable[Decoded], talk: Talk) -> Iterator[Decoded]
     plan = None
     for decoded in executing:
         for change in changes_of([decoded], plan):
-            talk.tell(str(change))
+            talk.tell(change_in_words(change))
         plan = decoded.plans[-1][1]
         yield decoded
 
@@ -155,7 +147,7 @@ def _serve(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
     order = {prompt.id: n for n, prompt in enumerate(served.prompts)}
     answered.sort(key=lambda answer: order[answer.trajectory.request_id])
     total = outcome_on(policy.label(), answered)
-    figures = (total, [Share(policy, total.total)], runs_on["device"], runs_on["dtype"])
+    figures = (total, {policy.id: (policy, total.total)}, runs_on["device"], runs_on["dtype"])
     about = {"latency": latency_on(answered), "heads": {}}
     return Executed(
         served.codec, served.workload, answered, writer, *figures, stored=engine, about=about
@@ -215,8 +207,12 @@ def _source(
 
 def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk) -> Result:
     """Writes ``outputs`` and ``per_round``, and stores the run unless that is not to be."""
-    most = max(ran.shares, key=lambda share: share.counts.emitted_tokens).policy
-    stored = {**changes_json(ran.shares, ran.changes), **ran.stored}
+    most, _ = max(ran.shares.values(), key=lambda share: share[1].emitted_tokens)
+    by_policy = [
+        {"policy_id": policy.id, "label": policy.label(), **counts.to_json()}
+        for policy, counts in ran.shares.values()
+    ]
+    stored = {"changes": list(ran.changes), "by_policy": by_policy, **ran.stored}
     data = {**outcome_json(ran.outcome, most), "label": ran.outcome.policy, **stored, **ran.about}
     texts = {}
     for request in ran.requests:
@@ -233,7 +229,7 @@ def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk
             ran.writer.check()
         if s.store:
             store.put_pair(spec.id, spec.name, spec.to_json())
-            put_policies(store, [most, *(share.policy for share in ran.shares)])
+            put_policies(store, [policy for policy, _ in ran.shares.values()])
             store.put_run(
                 spec.id,
                 most.id,
@@ -250,7 +246,8 @@ def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk
     for line in hardly_accepted(first, ran.about["heads"]):
         talk.tell(line)
     by_id = {row["id"]: row["text"] for row in rows}
-    result = outcome_result(ran.outcome, data, texts=by_id, shares=ran.shares, changes=ran.changes)
+    parts = {p.label(): counts for p, counts in ran.shares.values()} if ran.changes else {}
+    result = outcome_result(ran.outcome, data, texts=by_id, parts=parts)
     return replace(result, failed=failed)
 
 
@@ -261,13 +258,15 @@ def generate(s: Generate, talk: Talk) -> Result:
         spec = pair_of(s, store)
         if s.policy != "active":
             policy_named(store, s.policy, "", "", "", talk)
-        options = decode_options(s.sampling)
+        options = DecodeOptions.of(s.sampling)
         pair = load(s, spec, talk, notes=False)
         # What does not fit is refused before anything else is said.
-        encode(pair, Workload("prompt", (Request("prompt", "prompt", s.prompt),)), options, ())
+        workload = Workload("prompt", (Request("prompt", "prompt", s.prompt),))
+        encode(pair, workload, options, ())
         profile = store.profile_of(pair.id, **pair.place)
         plan = plan_of(store, pair, s.policy, options, profile, s.deployment, talk)
     console = talk.console or Console(quiet=True)
+    encoded = encode(pair, workload, options, drafts_of(plan.policy))
     with pair.torch_threads():
-        data = stream(pair, plan, s.prompt, options, console, compare=s.compare)
+        data = stream(pair, plan, encoded, console, compare=s.compare)
     return Result("" if talk.console else data["text"], data)

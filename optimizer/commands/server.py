@@ -30,7 +30,7 @@ from spectune.optimizer.commands.session import (
 )
 from spectune.optimizer.confirm import check_sample_size
 from spectune.optimizer.deployment import check_server
-from spectune.optimizer.from_settings import decode_options
+from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import check_options, prompts_of, record_on
 from spectune.optimizer.processes import dask_workers
@@ -125,7 +125,7 @@ def _clients(server: RunningServer) -> str:
 
 def _record(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Recording:
     """Sends the workload, by as many clients as the loads have at most, under what is in force."""
-    options = decode_options(s.sampling)
+    options = DecodeOptions.of(s.sampling)
     check_options(VLLM, options)
     workload = read_workload(s, server.spec, talk)
     check_sample_size([request.category for request in workload.requests], publish=s.publish)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
-from spectune.optimizer.commands.evidence import tuning_result
 from spectune.optimizer.commands.load import tune_load
+from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.server import tune_url
@@ -20,13 +20,12 @@ from spectune.optimizer.commands.session import (
     pair_of,
 )
 from spectune.optimizer.confirm import check_sample_size
-from spectune.optimizer.from_settings import tune_options
-from spectune.optimizer.inputs import recording_of, tree_size
+from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.traffic import gather
+from spectune.optimizer.tune import TuneOptions, tune_recording
 from spectune.optimizer.tune import tune as tune_workload
-from spectune.optimizer.tune import tune_recording
 from spectune.runtime.pair import PairSpec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
@@ -64,9 +63,7 @@ def tune(s: Tune, talk: Talk) -> Result:
         workload = None if recorded else read_workload(s, spec, talk)
         if workload is not None:  # before the pair is loaded
             check_sample_size([r.category for r in workload.requests], publish=s.publish)
-        if s.trees.width:
-            tree_size(s.trees.width, s.trees.depth)
-        options = tune_options(s, fresh=s.fresh, publish=s.publish, tell=talk.tell)
+        options = TuneOptions.of(s, fresh=s.fresh, publish=s.publish, tell=talk.tell)
         pair = load(s, spec, talk)
         info = None
         if workload is not None:

@@ -5,11 +5,11 @@ from spectune.db.schedules import Attempt as Attempt
 from spectune.db.schedules import Schedule as Schedule
 from spectune.optimizer.schedule.store import Job as Job
 from spectune.optimizer.schedule.store import LeaseLostError as LeaseLostError
+from spectune.optimizer.schedule.store import ScheduleError as ScheduleError
 from spectune.optimizer.schedule.store import add_schedule as add_schedule
 from spectune.optimizer.schedule.store import claim as claim
 from spectune.optimizer.schedule.store import history as history
 from spectune.optimizer.schedule.store import list_schedules as list_schedules
+from spectune.optimizer.schedule.store import next_slot as next_slot
 from spectune.optimizer.schedule.store import remove_schedule as remove_schedule
-from spectune.optimizer.schedule.times import ScheduleError as ScheduleError
-from spectune.optimizer.schedule.times import next_slot as next_slot
 from spectune.optimizer.schedule.worker import run_worker as run_worker

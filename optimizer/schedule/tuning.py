@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from spectune.engines.abilities import VLLM
 from spectune.optimizer.bench.engine import engine_bench
-from spectune.optimizer.from_settings import tune_options
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
 from spectune.optimizer.prove import ProveOptions
@@ -17,7 +16,7 @@ from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
 from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune import tune, tune_recording
+from spectune.optimizer.tune import TuneOptions, tune, tune_recording
 from spectune.optimizer.tune_load import (
     latest_traffic,
     place_of,
@@ -98,7 +97,7 @@ def _tune_pair(
     progress: Progress,
 ) -> Tuned:
     """Tunes on texts that are recorded now, or on a sample of what was recorded lately."""
-    options = tune_options(
+    options = TuneOptions.of(
         settings,
         fresh=settings.fresh and settings.recorded is None,
         actor="schedule",
