@@ -16,13 +16,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from spectune.traces.text import check_name
 
 FILE = "spectune.toml"
 LARGEST = 2**31 - 1
 """Largest count: what an integer column of a database and the sizes of a tensor hold."""
+POOL_LIMIT = 8192
+"""Most candidates of a tree, as :mod:`runtime.policies.blocks` has it."""
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -236,6 +245,16 @@ class Trees(Group):
         8, "Children of a node (EAGLE-2's k); 0: chains only.", option="tree-width", ge=0, le=32
     )
     depth: int = setting(8, "Levels of the deepest trees.", option="tree-depth", ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _check_pool(self) -> Trees:
+        candidates = self.width + (self.depth - 1) * self.width**2
+        if candidates > POOL_LIMIT:
+            raise ValueError(
+                f"trees of {candidates} candidates, more than any policy may grow ({POOL_LIMIT}); "
+                "lower one of them"
+            )
+        return self
 
 
 class Race(Group):

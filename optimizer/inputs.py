@@ -1,5 +1,5 @@
-"""What commands and calls take as workloads and policies, by name, file or id, and as sizes of
-trees; and what they tell of a policy."""
+"""What commands and calls take as workloads and policies, by name, file or id; and what they tell
+of a policy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from spectune.demo.prompts import demo_workload
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     BUILT_IN,
-    GAMMA_LIMIT,
-    POOL_LIMIT,
-    WIDTH_LIMIT,
     Policy,
     parse_policy,
 )
 from spectune.settings import Requests
 from spectune.traces.errors import PolicyError, TraceError, WorkloadError
 from spectune.traces.files import parse_json, read_json
-from spectune.traces.recording import TREE_DEPTH, TREE_WIDTH
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
 from spectune.traces.workloads import Line, make_workload, take
@@ -137,19 +133,3 @@ def outcome_json(outcome: Outcome, policy: Policy) -> dict[str, Any]:
     """What a policy came to, as ``run`` and ``simulate`` print it."""
     about = {"policy": policy.spelled_out(), "policy_id": policy.id, "label": policy.label()}
     return {**outcome.to_json(), **about}
-
-
-def tree_size(width: int | None, depth: int | None) -> tuple[int, int]:
-    """The (width, depth) to record: as given, else 8. Raises TraceError beyond a limit."""
-    wide, deep = TREE_WIDTH if width is None else width, TREE_DEPTH if depth is None else depth
-    limits = {"--tree-width": (wide, WIDTH_LIMIT), "--tree-depth": (deep, GAMMA_LIMIT)}
-    for flag, (value, limit) in limits.items():
-        if not 1 <= value <= limit:
-            raise TraceError(f"{flag} {value}: from 1 to {limit} is possible")
-    grown = wide + (deep - 1) * wide * wide
-    if grown > POOL_LIMIT:
-        raise TraceError(
-            f"--tree-width {wide} --tree-depth {deep}: trees of {grown} candidates, more than any "
-            f"policy may grow ({POOL_LIMIT}); lower one of them"
-        )
-    return wide, deep

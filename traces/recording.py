@@ -14,8 +14,8 @@ from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling, Step, Tokens, Trie, Verifier
 from spectune.traces.tables import Panorama, Recording, Trajectory
 
-TREE_WIDTH, TREE_DEPTH = 8, 8
-"""Children and levels of recorded trees where nobody says."""
+TREE_WIDTH = 8
+"""Children of a node of recorded trees where nobody says."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spectune.optimizer.commands.session import (
     pair_of,
 )
 from spectune.optimizer.deployment import check_server
-from spectune.optimizer.inputs import read_files, tree_size
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
 from spectune.optimizer.simulate.load import objective_of
 from spectune.runtime.pair import check_threads
@@ -43,8 +43,6 @@ def add(s: ScheduleAdd, talk: Talk) -> Result:
 def _scheduled(s: ScheduleAdd) -> Scheduled:
     """What its runs are told, wherever they run. Raises PairError and TraceError."""
     check_threads(s.threads)
-    if s.trees.width:
-        tree_size(s.trees.width, s.trees.depth)
     objective_of(s.load)
     values = {name: getattr(s, name) for name in Scheduled.model_fields}
     values |= {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
