@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import optuna
@@ -59,14 +58,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """What a search tried, fastest first. ``beyond``: what lacks distributions that were not
-    recorded, and could not win if they were read, by what it could reach."""
+    """What a search tried, fastest first."""
 
     trials: tuple[Trial, ...]
     seed: int
     sampler: str
     requests: tuple[str, ...] = ()
-    beyond: tuple[Trial, ...] = ()
 
     def best(self, match: Callable[[Policy], bool] = lambda policy: True) -> Trial | None:
         """The fastest trial whose policy matches; ties within 1% go to the simpler."""
@@ -98,14 +95,6 @@ class Study:
         trials = {t.policy.id: t for t in self.trials if t.policy.id in (one.id, other.id)}
         return len(trials) == 2 and trials[one.id].behaves_like(trials[other.id])
 
-    def left_out(self, most: int = 8) -> dict[str, Any]:
-        """How many policies lack what was not recorded, and the ``most`` promising of them.
-        JSON-ready."""
-        best = (
-            {"id": t.policy.id, "label": t.policy.label(), "value": t.value} for t in self.beyond
-        )
-        return {"policies": len(self.beyond), "best": list(islice(best, most))}
-
 
 def search(
     trace: ReplayTrace,
@@ -125,9 +114,8 @@ def search(
     ``progress`` is called with (trials done, in all, best tokens/s). The result is a function of
     the arguments alone.
     """
-    earlier = earlier or Study((), seed, "")
-    groups = earlier.trials, earlier.beyond
-    tried, beyond = ({t.policy.id: t for t in group} for group in groups)
+    tried = {t.policy.id: t for t in (earlier.trials if earlier else ())}
+    beyond = set[str]()
 
     def value_of(policy: Policy, origin: str) -> float | None:
         """Predicted tokens/s; None for a policy that lacks distributions and could not win with
@@ -146,7 +134,10 @@ def search(
                     replay = run_replay(trace, policy, profile, artifacts=artifacts)
                     value = replay.total.tokens_per_s
             digest = hashlib.blake2b(replay.counts.tobytes(), digest_size=16).digest()
-            (beyond if lacks else tried)[key] = Trial(policy, value, origin, digest)
+            if lacks:
+                beyond.add(key)
+            else:
+                tried[key] = Trial(policy, value, origin, digest)
         return tried[key].value if key in tried else None
 
     for policy in incumbents:
@@ -165,8 +156,8 @@ def search(
             if len(tried) + len(beyond) > before:
                 break
         progress(n + 1, trials, max(t.value for t in tried.values()))
-    order = tuple(_fastest_first(tried.values())), tuple(_fastest_first(beyond.values()))
-    return Study(order[0], seed, "TPE by draft and form", trace.request_ids, order[1])
+    order = tuple(_fastest_first(tried.values()))
+    return Study(order, seed, "TPE by draft and form", trace.request_ids)
 
 
 def _studies(space: Space, trials: int, seed: int) -> dict[tuple[str, str], optuna.study.Study]:

@@ -72,9 +72,8 @@ class Tuned:
     """What a tuning executed and decided, and why (``reason``). ``winner`` is to be in force: what
     ``confirmed`` compares with the incumbent on requests held out (None where the incumbent won the
     race), or the incumbent. ``published`` is the new publication; None where nothing was to be
-    published, or where that was ``blocked`` (why). ``beyond`` is
-    :meth:`optimizer.search.Study.left_out`; ``common_factor``:
-    :func:`optimizer.profiles.common_factor` of the race."""
+    published, or where that was ``blocked`` (why).
+    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race."""
 
     winner: Candidate
     incumbent: Candidate
@@ -89,7 +88,6 @@ class Tuned:
     published: Publication | None = None
     confirmed: Confirmation | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    beyond: Mapping[str, Any] = field(default_factory=dict)
     workload: Sanity = field(default_factory=Sanity)
     blocked: str = ""
     common_factor: float = 1.0
@@ -157,7 +155,6 @@ class Tuned:
             "test_requests": self.test_requests,
             "trials": self.trials,
             "texts": self.texts.to_json(),
-            "beyond_the_recording": dict(self.beyond),
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
         }

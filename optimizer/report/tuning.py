@@ -168,10 +168,9 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     drafts = [_positions(report.acceptance)] if report.acceptance else []
     if drafts := [*drafts, *_rounds(evidence["rounds"], next(iter(series.values())))]:
         yield "Drafts", drafts
-    reasons = {"a draft for each prompt": document.get("by_prompt"), **document.get("left_out", {})}
-    items = [f"{part}: {why}" for part, why in reasons.items() if why] or ["nothing"]
-    left_out = Panel("left-out", "What was left out, and why", items=items)
-    yield "What was tried", [_tried(report), left_out]
+    why = document.get("by_prompt") or "not tried"
+    by_prompt = Panel("by-prompt", "A draft for each prompt", items=[why])
+    yield "What was tried", [_tried(report), by_prompt]
 
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
