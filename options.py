@@ -123,16 +123,6 @@ def unknown(name: str, names: Iterable[str], what: str) -> ConfigError:
     return ConfigError(f"unknown {what} {shortened(name)!r}; {hint}")
 
 
-def table() -> list[str]:
-    """The rows of the table in docs/configuration.md: every key of ``spectune.toml``."""
-    return [
-        f"| `{key}` | `{option.keyword}` | "
-        f"{option.default_text and f'`{option.default_text}`'} | "
-        f"{option.field.description}{f' `{option.env}` may say it.' * bool(option.env)} |"
-        for key, option in options_of(File).items()
-    ]
-
-
 # ------------------------------------------------------------------------------- where values stand
 
 

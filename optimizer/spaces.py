@@ -226,24 +226,6 @@ def searched(block: type[Block]) -> Mapping[str, Search | Fitted]:
     }
 
 
-def ranges() -> Iterator[tuple[str, str]]:
-    """(block, what of it is searched), for the documentation."""
-    for group, kinds in GROUPS.items():
-        for kind, block in kinds.items():
-            marks = searched(block) if block else {}
-            if marks:
-                name = group if kind == group else f"{group}: {kind}"
-                yield name, "; ".join(f"{key} {_range(mark)}" for key, mark in marks.items())
-
-
-def _range(mark: Search | Fitted) -> str:
-    if isinstance(mark, Fitted):
-        return "as fitted"
-    if mark.choices:
-        return "of " + ", ".join(map(json.dumps, mark.choices))
-    return f"{mark.low:g} to {mark.high:g}{' (log)' * mark.log}"
-
-
 def _allows(block: type[Block] | None, draft: str, growth: type[Block], is_fitted: bool) -> bool:
     """Whether a block may be tried: it does something, and what it needs is searched or was
     fitted."""

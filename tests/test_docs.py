@@ -26,8 +26,9 @@ from spectune.cli import main
 from spectune.db import Database, open_database
 from spectune.db.base import Base
 from spectune.optimizer.inputs import named_policy
-from spectune.optimizer.spaces import ranges
+from spectune.optimizer.spaces import GROUPS, searched
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.blocks import Fitted, Search
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     KINDS,
@@ -122,6 +123,23 @@ def parameters(block: type[BaseModel]) -> str:
         for key, of in block.model_json_schema()["properties"].items()
         if key != "kind"
     )
+
+
+def ranges() -> Iterator[tuple[str, str]]:
+    """(block, what of it is searched)."""
+    for group, kinds in GROUPS.items():
+        for kind, block in kinds.items():
+            if marks := searched(block) if block else {}:
+                name = group if kind == group else f"{group}: {kind}"
+                yield name, "; ".join(f"{key} {range_of(mark)}" for key, mark in marks.items())
+
+
+def range_of(mark: Search | Fitted) -> str:
+    if isinstance(mark, Fitted):
+        return "as fitted"
+    if mark.choices:
+        return "of " + ", ".join(map(json.dumps, mark.choices))
+    return f"{mark.low:g} to {mark.high:g}{' (log)' * mark.log}"
 
 
 def test_blocks_are_documented_with_their_defaults_and_ranges() -> None:
