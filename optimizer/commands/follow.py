@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from spectune.engines.vllm.follow import Follower, Limits, number_of
 from spectune.optimizer.commands.results import Result, Row, Table
 from spectune.optimizer.commands.session import Talk, names_pair, open_store, pair_of
+from spectune.optimizer.schedule.worker import stop_on_signals
 from spectune.settings import Follow
 from spectune.traces.errors import ConfigError
 
@@ -30,7 +28,7 @@ def follow(s: Follow, talk: Talk) -> Result:
             follower.once()
         else:
             talk.tell(f"follows {folder} into {store.database.name}, deployment {s.deployment}")
-            with _signals() as stop:
+            with stop_on_signals(stop := threading.Event()):
                 follower.run(stop)
     rows: list[Row] = [
         {"category": category, "policy": policy or "the server's own", **sums}
@@ -61,23 +59,3 @@ def follow(s: Follow, talk: Talk) -> Result:
     )
     tables = [Table(rows, title="requests without a stored text")] if rows else []
     return Result(text, data, rows, tables)
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """An event that SIGINT or SIGTERM sets; a second one ends at once."""
-    stop = threading.Event()
-
-    def on_signal(_number: int, _frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

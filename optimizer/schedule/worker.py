@@ -65,7 +65,7 @@ def run_worker(
     owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     stop, has_begun, is_away = stop or threading.Event(), False, False
     outcomes = Counter[str](done=0, failed=0, lost=0, released=0)
-    with _stop_on_signals(stop):
+    with stop_on_signals(stop):
         while not stop.is_set():
             try:
                 job = claim(database, owner, lease_s=lease_s, now=clock() if clock else None)
@@ -154,7 +154,7 @@ def _heartbeat(job: Job, lease_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Turns the first SIGINT or SIGTERM into ``stop``, in the main thread; the next one raises
     KeyboardInterrupt."""
 
@@ -163,7 +163,7 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
         for each in before:
             signal.signal(each, signal.default_int_handler)
         name = signal.Signals(number).name
-        log.warning("%s: finishing the job at hand, if any; once more to hand it back", name)
+        log.warning("%s: finishing what is at hand, if anything; once more to end now", name)
 
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
