@@ -82,7 +82,7 @@ def serve(url: str, folder: Path, owner: str, steps: str, lease_s: float) -> Non
         (folder / owner).touch()  # it is at work, and signals are heard
         return T0 + int((folder / "hour").read_text() or 0) * HOUR
 
-    how: dict[str, Any] = {"owner": owner, "poll_s": 0.02, "lease_s": lease_s, "clock": clock}
+    how: dict[str, Any] = {"owner": owner, "poll_s": 0.1, "lease_s": lease_s, "clock": clock}
     with open_database(url) as database:
         run_worker(database, Script(folder, steps), **how)
 
