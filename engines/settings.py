@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST
 from spectune.runtime.checkpoints import head_algorithm, is_head
-from spectune.runtime.policies.blocks import BATCH_LIMIT, ByBatchWindow, FixedWindow
+from spectune.runtime.policies.blocks import BATCH_LIMIT, ByLoadWindow, FixedWindow
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Drafting:
 
     model: str | None
     algorithm: str
-    window: FixedWindow | ByBatchWindow
+    window: FixedWindow | ByLoadWindow
     width: int | None = None
     top_n: int | None = None
 
@@ -37,7 +37,7 @@ def algorithm_of(path: str | None) -> str:
     return head_algorithm(path) if path is not None and is_head(path) else ""
 
 
-def schedule_of(window: ByBatchWindow) -> list[list[int]]:
+def schedule_of(window: ByLoadWindow) -> list[list[int]]:
     """A window as ``num_speculative_tokens_per_batch_size``: ``[first size, last size, tokens]``,
     the last of them without an end."""
     sizes, gammas = [*window.gamma], window.gamma.values()
@@ -53,7 +53,7 @@ def vllm_settings(drafting: Drafting) -> dict[str, Any]:
     if drafting.model is not None:
         settings = {"method": drafting.algorithm or "draft_model", "model": drafting.model}
     settings["num_speculative_tokens"] = drafting.gamma_max
-    if isinstance(drafting.window, ByBatchWindow):
+    if isinstance(drafting.window, ByLoadWindow):
         settings["num_speculative_tokens_per_batch_size"] = schedule_of(drafting.window)
     if settings["method"] == "ngram":
         settings |= {"prompt_lookup_max": MOST, "prompt_lookup_min": LEAST}
@@ -72,7 +72,7 @@ def sglang_settings(drafting: Drafting) -> dict[str, Any]:
     holds that is named there. Raises ValueError for a window by batch of anything but a head's
     chain, and for a tree of a size that it does not draft."""
     steps, window, width = drafting.gamma_max, drafting.window, drafting.width or 1
-    if isinstance(window, ByBatchWindow) and (not drafting.algorithm or width != 1):
+    if isinstance(window, ByLoadWindow) and (not drafting.algorithm or width != 1):
         raise ValueError("SGLang takes steps by batch size with a chain of an EAGLE head alone")
     if drafting.model is None:
         return {
@@ -91,7 +91,7 @@ def sglang_settings(drafting: Drafting) -> dict[str, Any]:
         "speculative_eagle_topk": width,
         "speculative_num_draft_tokens": tokens + 1,
     }
-    if isinstance(window, ByBatchWindow):
+    if isinstance(window, ByLoadWindow):
         slots = {str(size): {"candidate_steps": [gamma]} for size, gamma in window.gamma.items()}
         settings |= {"speculative_adaptive": True, "speculative_adaptive_config": slots}
     return settings
@@ -113,7 +113,7 @@ def llamacpp_settings(drafting: Drafting) -> dict[str, Any]:
     window by batch, prompt lookup and a head of EAGLE-1 or 2."""
     if drafting.width is not None:
         raise ValueError("llama.cpp has no trees")
-    if isinstance(drafting.window, ByBatchWindow):
+    if isinstance(drafting.window, ByLoadWindow):
         raise ValueError("llama.cpp drafts as many tokens at every batch size")
     if drafting.model is None:
         raise ValueError("llama.cpp looks prompts up by rules of its own")

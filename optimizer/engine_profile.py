@@ -58,8 +58,8 @@ class Design:
         windows: list[dict[str, Any]] = [
             {"kind": "fixed", "gamma": gamma} for gamma in doubled(self.most)
         ]
-        if engine.by_batch and self.clients > 1:
-            windows.append({"kind": "by_batch", "gamma": {"1": min(2, self.most), "2": 0}})
+        if engine.by_load and self.clients > 1:
+            windows.append({"kind": "by_load", "gamma": {"1": min(2, self.most), "2": 0}})
         return [parse_policy({"draft": draft, "window": window}) for window in windows]
 
 
@@ -143,7 +143,7 @@ def step_table(
     text, of those that were served with the draft ("": without one). 0 is told where the engine
     keeps it loaded then."""
     least, most = costs.passes[draft]
-    gammas = [0] if not draft or engine.by_batch else []
+    gammas = [0] if not draft or engine.by_load else []
     gammas += [gamma for gamma in doubled(design.most) if draft]
     rows = []
     for batch in doubled(design.clients):

@@ -1,31 +1,38 @@
-"""The search under load: draft tokens by batch size, in simulation.
+"""The search under load: draft tokens by batch size and context, in simulation.
 
 Every constant number of tokens of every draft is simulated, and no draft. A table says so many
 tokens for each doubled batch size (1, 2, 4 and so on); its integers are searched by TPE, seeded
-with the constants and with what is best for a step of each size alone. Of what loses no more than a
-tie to the best, no draft is proposed, else a constant, else the table of fewest entries.
+with the constants and with what is best for a step of each size alone. Where the contexts of steps
+vary, tables that differ below and above their median are searched, too. Of what loses no more than
+a tie to the best, no draft is proposed, else a constant, else the table of fewest entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import Any, Final
 
 import numpy as np
 import optuna
 
+from spectune.engines.abilities import contexts_of
 from spectune.optimizer.bench.engine import EngineBench, constant
 from spectune.optimizer.simulate.load import Served
 from spectune.optimizer.simulate.step_costs import step_seconds
 from spectune.optimizer.timings import TIE
-from spectune.runtime.policies.document import ByBatchWindow, Policy
+from spectune.runtime.policies.document import ByLoadWindow, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 
 TRIALS: Final = 300
 """Tables of a draft that are tried."""
+SPREAD: Final = 2.0
+"""Tables by context are tried where the 90th percentile of the steps' mean contexts is so many
+times the 10th."""
+SEEDS: Final = 10
+"""Tables by batch size alone that a search by context begins with, the best."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Trial:
     served: Mapping[str, Served]
     worth: Mapping[str, float]
     largest_batch: int
+    contexts: tuple[float, float, float]
+    """Percentiles 10, 50 and 90 of the mean context of a step's requests."""
     tokens_per_round: float
 
     @property
@@ -64,6 +73,8 @@ class LoadStudy:
     trials: dict[str, Trial] = field(default_factory=dict)
     constants: list[Trial] = field(default_factory=list)
     """Every constant number of tokens of every draft, and no draft, whose steps were recorded."""
+    context: int = 0
+    """The context from which on other tables were tried; 0: none, as contexts vary little."""
     extrapolated: dict[str, float] = field(default_factory=dict)
     """By load the largest share of a policy's steps that are of more or fewer requests than were
     recorded."""
@@ -81,9 +92,11 @@ class LoadStudy:
         for n, policy in enumerate(policies, 1):
             self.constants.append(self.trial(policy))
             self.progress("constants", n, len(policies))
-        if self.bench.engine.by_batch:
+        if self.bench.engine.by_load:
             for draft in dict.fromkeys(p.draft for p in policies if p.speculates):
-                self._search_tables(draft)
+                constants = [trial for trial in self.constants if trial.policy.draft == draft]
+                self._search_tables(draft, {0: self._mean_context}, constants)
+            self._search_contexts(self.best_by_batch)
         return self._simplest(max(self.trials.values(), key=lambda trial: trial.value))
 
     def trial(self, policy: Policy) -> Trial:
@@ -95,12 +108,14 @@ class LoadStudy:
                 share = bench.costs.beyond(bench.server_draft(policy), one.batches)
                 self.extrapolated[name] = max(share, self.extrapolated.get(name, 0.0))
             served = {name: one.served for name, one in simulated.items()}
+            contexts = np.concatenate([one.contexts for one in simulated.values()])
             rounds, accepted, _ = sum(one.counts.sum(0) for one in simulated.values())
             self.trials[policy.id] = Trial(
                 policy,
                 served,
                 {name: bench.objective.worth(one) for name, one in served.items()},
                 max(int(one.batches.max(initial=1)) for one in simulated.values()),
+                tuple(np.quantile(contexts, (0.1, 0.5, 0.9)).tolist()),
                 1 + float(accepted / max(1, rounds)),
             )
         return self.trials[policy.id]
@@ -144,39 +159,71 @@ class LoadStudy:
         largest = max(trial.largest_batch for trial in self.constants)
         return [1 << n for n in range(min(largest, self.bench.rules.max_num_seqs).bit_length())]
 
-    def _search_tables(self, draft: str) -> None:
-        sizes, (least, most) = self._sizes, self.bench.costs.passes[draft]
+    def _search_tables(
+        self, draft: str, contexts: Mapping[int, float], seeds: Sequence[Trial]
+    ) -> None:
+        """Tries tables of a draft by batch size from each of the contexts on, beginning with what
+        ``seeds`` draft and what is best for a step of each size alone, at a context that is typical
+        from there on."""
+        places = list(product(contexts, self._sizes))
+        least, most = self.bench.costs.passes[draft]
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=0)
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        space = {str(size): optuna.distributions.IntDistribution(least, most) for size in sizes}
-        for trial in self.constants:
-            if trial.policy.draft == draft:
-                params, value = dict.fromkeys(space, trial.policy.gamma_max), np.log(trial.value)
-                study.add_trial(
-                    optuna.trial.create_trial(params=params, distributions=space, value=value)
-                )
-        study.enqueue_trial(dict(zip(space, self._best_alone(draft, sizes), strict=True)))
+        space = {
+            f"{context}/{size}": optuna.distributions.IntDistribution(least, most)
+            for context, size in places
+        }
+        for trial in seeds:
+            gammas = [tokens_at(trial.policy, size, context) for context, size in places]
+            params, value = dict(zip(space, gammas, strict=True)), np.log(trial.value)
+            study.add_trial(
+                optuna.trial.create_trial(params=params, distributions=space, value=value)
+            )
+        alone = self._best_alone(draft, list(product(contexts.values(), self._sizes)))
+        study.enqueue_trial(dict(zip(space, alone, strict=True)))
+        name = f"{draft} by batch" + " and context" * (len(contexts) > 1)
         for n in range(self.num_trials):
             suggestion = study.ask(space)
-            gammas = [suggestion.params[name] for name in space]
-            study.tell(suggestion, float(np.log(self.trial(by_batch(draft, sizes, gammas)).value)))
-            self.progress(f"{draft} by batch", n + 1, self.num_trials)
+            policy = by_load(draft, places, [suggestion.params[name] for name in space])
+            study.tell(suggestion, float(np.log(self.trial(policy).value)))
+            self.progress(name, n + 1, self.num_trials)
 
-    def _best_alone(self, draft: str, sizes: Sequence[int]) -> list[int]:
-        """By size the number of tokens with which a step of so many requests emits fastest."""
-        trace, tried = self.bench.trace, [t for t in self.constants if t.policy.draft == draft]
+    def _search_contexts(self, best: Trial) -> None:
+        """Tries tables of the best one's draft that differ below and above the median context of a
+        step, where contexts vary."""
+        low, middle, high = best.contexts
+        if best.policy.speculates and high >= SPREAD * low:
+            tables = [t for t in self.trials.values() if t.policy.draft == best.policy.draft]
+            seeds = sorted(tables, key=lambda trial: -trial.value)[:SEEDS]
+            self.context = max(1, round(middle))
+            self._search_tables(best.policy.draft, {0: low, self.context: high}, seeds)
+
+    @property
+    def best_by_batch(self) -> Trial:
+        """The best of the trials that draft alike at every context."""
+        alike = (t for t in self.trials.values() if len(contexts_of(t.policy)) == 1)
+        return max(alike, key=lambda trial: trial.value)
+
+    @property
+    def _mean_context(self) -> float:
+        trace = self.bench.trace
+        return float(np.mean(trace.prompts + np.diff(trace.offsets) / 2))
+
+    def _best_alone(self, draft: str, places: Sequence[tuple[float, int]]) -> list[int]:
+        """By context and size the number of tokens with which a step of so many requests emits
+        fastest."""
+        tried = [t for t in self.constants if t.policy.draft == draft]
         costs = self.bench.costs.of(draft, [trial.policy.gamma_max for trial in tried])
-        context = float(np.mean(trace.prompts + np.diff(trace.offsets) / 2))
 
-        def per_token_s(trial: Trial, size: int) -> float:
+        def per_token_s(trial: Trial, context: float, size: int) -> float:
             gamma = trial.policy.gamma_max
             step_s = step_seconds(costs, size * (1 + gamma), 0, size, size * context, gamma)
             return step_s / trial.tokens_per_round
 
         return [
-            min(tried, key=lambda t, size=size: per_token_s(t, size)).policy.gamma_max  # type: ignore[misc]
-            for size in sizes
+            min(tried, key=lambda t: per_token_s(t, context, size)).policy.gamma_max
+            for context, size in places
         ]
 
     def _simplest(self, best: Trial) -> Trial:
@@ -187,7 +234,7 @@ class LoadStudy:
         if tied:
             return max(plain or tied, key=lambda trial: trial.value)
         simplest = best
-        while isinstance(simplest.policy.window, ByBatchWindow):
+        while isinstance(simplest.policy.window, ByLoadWindow):
             fewer = [self.trial(policy) for policy in self._merged(simplest.policy)]
             near = [trial for trial in fewer if trial.within_a_tie(best)]
             if not near:
@@ -196,21 +243,37 @@ class LoadStudy:
         return simplest
 
     def _merged(self, policy: Policy) -> Iterator[Policy]:
-        """The tables of one entry less: each entry in the place of a neighbour."""
-        window, sizes = policy.window, self._sizes
-        assert isinstance(window, ByBatchWindow)
-        runs = [list(run) for _, run in groupby(sizes, window.at)]
-        for one, other in pairwise(runs):
-            for replaced, by in ((one, other), (other, one)):
-                gammas = [window.at(by[0] if size in replaced else size) for size in sizes]
-                yield by_batch(policy.draft, sizes, gammas)
+        """The tables of one entry less, each entry in the place of a neighbour; of two contexts
+        also the table of each alone."""
+        contexts = contexts_of(policy)
+        places = list(product(contexts, self._sizes))
+        gammas = {place: tokens_at(policy, place[1], place[0]) for place in places}
+        for context in contexts if len(contexts) > 1 else ():
+            yield by_load(policy.draft, places, [gammas[context, size] for _, size in places])
+        for context in contexts:
+            runs = [list(run) for _, run in groupby(self._sizes, lambda n: gammas[context, n])]  # noqa: B023
+            for one, other in pairwise(runs):
+                for replaced, by in ((one, other), (other, one)):
+                    merged = {(context, size): gammas[context, by[0]] for size in replaced}
+                    yield by_load(policy.draft, places, [*(gammas | merged).values()])
 
 
-def by_batch(draft: str, sizes: Sequence[int], gammas: Sequence[int]) -> Policy:
-    """A table in as few entries as say it."""
-    runs = groupby(zip(sizes, gammas, strict=True), key=lambda entry: entry[1])
-    table = {str(next(run)[0]): gamma for gamma, run in runs}
-    if len(table) == 1:
+def tokens_at(policy: Policy, size: int, context: int) -> int:
+    """What a constant or a table drafts in a step of so many requests of such contexts."""
+    window = policy.window
+    return window.at(size, context) if isinstance(window, ByLoadWindow) else policy.gamma_max
+
+
+def by_load(draft: str, places: Sequence[tuple[int, int]], gammas: Sequence[int]) -> Policy:
+    """A table in as few entries as say it: tokens for each context and batch size."""
+    tables: dict[int, dict[int, int]] = {}
+    for context, rows in groupby(zip(places, gammas, strict=True), key=lambda row: row[0][0]):
+        runs = groupby(rows, key=lambda row: row[1])
+        table = {next(run)[0][1]: gamma for gamma, run in runs}
+        if table not in list(tables.values())[-1:]:
+            tables[context] = table
+    first = tables.pop(0)
+    if not tables and len(first) == 1:
         return constant(draft, gammas[0])
-    window: dict[str, Any] = {"kind": "by_batch", "gamma": table}
-    return Policy(draft=draft, window=ByBatchWindow.model_validate(window))
+    window: dict[str, Any] = {"kind": "by_load", "gamma": first, "contexts": tables}
+    return Policy(draft=draft, window=ByLoadWindow.model_validate(window))

@@ -37,6 +37,16 @@ class LoadSearch:
     trial: Trial
     study_id: str
 
+    @property
+    def contexts(self) -> dict[str, Any]:
+        """The contexts of steps (percentiles 10, 50 and 90 of their requests' mean), from which
+        length on other tables were tried (None: none were, as contexts vary little), and what the
+        best of all is worth then, as a part of the best by batch size alone."""
+        study, best = self.study, self.study.best_by_batch
+        worth = max(trial.value for trial in study.trials.values()) / best.value
+        about = {"tokens": best.contexts, "tried_from": study.context or None}
+        return {**about, "relative": worth if study.context else None}
+
     def to_json(self) -> dict[str, Any]:
         bench, study, objective = self.bench, self.study, self.bench.objective
         policy, loads = self.trial.policy, []
@@ -59,6 +69,7 @@ class LoadSearch:
             "study": self.study_id,
             "simulated": len(study.trials),
             "search_requests": len(bench.parts.search),
+            "contexts": self.contexts,
             "no_speculation_from": study.no_speculation_from,
             "steps_beyond_the_recorded_batches": {k: v for k, v in study.extrapolated.items() if v},
             "drafts_not_served": list(bench.unserved),

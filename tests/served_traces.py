@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from databases import opened
 from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
-from spectune.engines.abilities import VLLM
+from spectune.engines.abilities import VLLM, contexts_of
 from spectune.engines.protocol import Load, chain_round
 from spectune.engines.rules import ServingRules
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -65,8 +66,10 @@ def trace_of(count: int, none: float = 0.0, budget: int = 0) -> ReplayTrace:
 window = partial(policy, "small")
 
 
-def tables(policy: Policy, rules: ServingRules) -> tuple[int, ...]:
-    return VLLM.gammas(policy, draft="small", most=64, max_num_seqs=rules.max_num_seqs)
+def tables(policy: Policy, rules: ServingRules) -> dict[int, tuple[int, ...]]:
+    """By context the tokens to draft at each batch size."""
+    server: Any = {"draft": "small", "most": 64, "max_num_seqs": rules.max_num_seqs}
+    return {c: VLLM.gammas(policy, **server, context=c) for c in contexts_of(policy)}
 
 
 def simulated(trace: ReplayTrace, policy: Policy, load: Load) -> Simulated:

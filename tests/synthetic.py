@@ -21,7 +21,7 @@ def policy(draft: str, window: int | dict[str, Any], **blocks: Any) -> Policy:
     if isinstance(window, int):
         window = {"kind": "fixed", "gamma": window}
     elif "kind" not in window:
-        window = {"kind": "by_batch", "gamma": window}
+        window = {"kind": "by_load", "gamma": window}
     return parse_policy({"draft": draft, "window": window, **blocks})
 
 

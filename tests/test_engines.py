@@ -26,7 +26,7 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
-    ByBatchWindow,
+    ByLoadWindow,
     Policy,
     parse_policy,
 )
@@ -46,11 +46,16 @@ def gammas(of: Policy) -> tuple[int, ...]:
 
 def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
     held = small({"16": 0, "1": 5, "4": 3})
-    assert isinstance(held.window, ByBatchWindow)
+    assert isinstance(held.window, ByLoadWindow)
     assert [held.window.at(n) for n in (1, 3, 4, 15, 16, 999)] == [5, 5, 3, 3, 0, 0]
     assert held.window.gamma_max == 5
-    assert held.label() == "small by_batch(1: 5, 4: 3, 16: 0)"
+    assert held.label() == "small by_load(1: 5, 4: 3, 16: 0)"
     assert parse_policy(json.loads(held.model_dump_json())) == held
+    longer = small({"kind": "by_load", "gamma": {"1": 2}, "contexts": {"4096": {"9": 0, "1": 6}}})
+    assert isinstance(longer.window, ByLoadWindow)
+    assert [longer.window.at(9, context) for context in (0, 4095.9, 4096)] == [2, 2, 0]
+    assert longer.label() == "small by_load(1: 2; from 4096 tokens 1: 6, 9: 0)"
+    assert longer.gamma_max == 6
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,9 @@ def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:
 )
 def test_malformed_windows_by_batch_are_refused_with_what_to_write(gamma: Any, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
-        small({"kind": "by_batch", "gamma": gamma})
+        small({"kind": "by_load", "gamma": gamma})
+    with pytest.raises(PolicyError, match=said.replace("window.gamma", "window.contexts.9")):
+        small({"kind": "by_load", "gamma": {"1": 1}, "contexts": {"9": gamma}})
 
 
 def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
@@ -82,7 +89,7 @@ def test_a_table_has_the_policys_tokens_for_every_batch_size() -> None:
         (small(7), "at most 6 tokens"),
         (
             small({"kind": "fsm"}),
-            r"with a fixed or by_batch window, and nearest is 'small fixed\(gamma=\d+\)'",
+            r"with a fixed or by_load window, and nearest is 'small fixed\(gamma=\d+\)'",
         ),
         (small(4, stop={"kind": "max_prob", "threshold": 0.4}), "a stop or a shortlist"),
         (small(4, growth={"kind": "top_k"}), "cannot run trees"),

@@ -15,16 +15,16 @@ from synthetic import policy
 
 from spectune.engines.export import engine_line, engine_settings
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import AUTOREGRESSIVE, ByBatchWindow, Policy, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, ByLoadWindow, Policy, parse_policy
 from spectune.traces.errors import PolicyError
 
 FIXED = [{"kind": "fixed", "gamma": gamma} for gamma in (1, 4, 64)]
-BY_BATCH = [
-    {"kind": "by_batch", "gamma": gamma}
+BY_LOAD = [
+    {"kind": "by_load", "gamma": gamma}
     for gamma in ({"1": 4}, {"1": 5, "4": 3, "16": 0}, {"1": 5, "2": 0, "3": 5}, {"1": 2, "9": 1})
 ]
 TREE = top_k("head", 4, 4, 12)
-FOUR, BY = {"window": FIXED[1]}, {"window": BY_BATCH[1]}
+FOUR, BY = {"window": FIXED[1]}, {"window": BY_LOAD[1]}
 MODELS = ("model", "speculative_draft_model_path", "spec_draft_model")
 SHORT = {"kind": "frequency", "artifact": "a"}
 
@@ -35,7 +35,7 @@ def test_an_engine_says_what_it_can_in_settings_of_json(
 ) -> None:
     said = []
     wanted = [
-        policy(d, w) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_BATCH)
+        policy(d, w) for d, w in product(("small", "medium", "head", "ngram"), FIXED + BY_LOAD)
     ]
     for one in [*wanted, policy(**TREE)]:
         try:
@@ -123,11 +123,11 @@ def test_settings_are_the_engines_own(
     )
 
 
-@pytest.mark.parametrize("window", BY_BATCH)
+@pytest.mark.parametrize("window", BY_LOAD)
 def test_a_window_by_batch_says_the_same_for_every_size(
     window: dict[str, Any], demo: PairSpec
 ) -> None:
-    held = ByBatchWindow.model_validate(window)
+    held = ByLoadWindow.model_validate(window)
     expected = [held.at(n) for n in range(1, 40)]
     small = policy("small", window)
     vllm = engine_settings(small, demo, "vllm")["num_speculative_tokens_per_batch_size"]
@@ -164,8 +164,8 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
         settings = engine_settings(wanted, demo, engine)
         return shlex.split(engine_line(settings, demo, engine))
 
-    by_batch = policy("head", BY_BATCH[1])
-    found = words(by_batch, "sglang")
+    by_load = policy("head", BY_LOAD[1])
+    found = words(by_load, "sglang")
     assert found[0] == "echo"
     assert json.loads(found[1])["4"] == {"candidate_steps": [3]}
     assert found[2:5] == [">", "adaptive.json", "&&"]
@@ -186,7 +186,7 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
 
 
 def test_the_command_prints_the_settings(tmp_path: Path, tiny_pair: Path) -> None:
-    wanted = json.dumps({"draft": "near", "window": BY_BATCH[1]})
+    wanted = json.dumps({"draft": "near", "window": BY_LOAD[1]})
     export = ("policies", "export", wanted, "--pair", tiny_pair, "--for", "vllm")
     told = Door(str(tmp_path / "x.db")).json(*export)
     assert told["num_speculative_tokens_per_batch_size"][:2] == [[1, 3, 5], [4, 15, 3]]

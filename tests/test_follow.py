@@ -31,7 +31,7 @@ from spectune.traces.store import TraceStore
 
 PAIR = read_pair("demo")
 TABLE = parse_policy(
-    {"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 5, "3": 2, "9": 0}}}
+    {"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 5, "3": 2, "9": 0}}}
 )
 BEGAN = time.time() - 3600
 KILLS = 10
@@ -314,6 +314,11 @@ def test_what_was_published_for_batches_is_written_by_batch(
     assert agent.policy() == {
         "format": 1, "version": version, "policy": TABLE.id, "gammas": {"1": 5, "3": 2},
     }  # fmt: skip
+    window = {"kind": "by_load", "gamma": {"1": 5}, "contexts": {"4096": {"1": 2, "3": 0}}}
+    put_in_force(store, PAIR.id, policy("small", window), deployment="vllm")
+    follower(store, agent, []).once()
+    assert agent.policy()["gammas"] == {"1": 5}
+    assert agent.policy()["contexts"] == {"4096": {"1": 2, "3": 0}}
 
 
 def test_a_policy_that_another_put_there_stays(store: TraceStore, agent: Agent) -> None:

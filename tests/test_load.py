@@ -35,11 +35,17 @@ from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.simulate.serving import Simulated
 from spectune.optimizer.timings import TIE
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    ByLoadWindow,
+    FixedWindow,
+    Policy,
+    parse_policy,
+)
 from spectune.traces.errors import EngineError
 from spectune.traces.tables import Run
 
-BY_BATCH = '{"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 6, "4": 2}}}'
+BY_LOAD = '{"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 6, "4": 2}}}'
 TUNE = "tune --engine vllm --arrivals"
 
 
@@ -57,7 +63,7 @@ def server(recorded_server: str, tmp_path: Path) -> Door:
 
 
 def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Path) -> None:
-    asked = ("simulate", "--policy", BY_BATCH)
+    asked = ("simulate", "--policy", BY_LOAD)
     told = server.json(*asked, "--engine", "vllm", "--arrivals", "clients:1,8", "--tpot", "40ms")
     alone, crowded = told["loads"]
     assert [one["load"] for one in (alone, crowded)] == ["clients:1", "clients:8"]
@@ -75,9 +81,9 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
     for wanted, more, said in (
         (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
         (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
-        (BY_BATCH, "--arrivals poisson:-1", "no number above 0"),
-        (BY_BATCH, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
-        (BY_BATCH, "--arrivals clients:2 --tpot 40", "such as 30s, 5m, 24h or 500ms"),
+        (BY_LOAD, "--arrivals poisson:-1", "no number above 0"),
+        (BY_LOAD, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
+        (BY_LOAD, "--arrivals clients:2 --tpot 40", "such as 30s, 5m, 24h or 500ms"),
     ):
         assert said in server.error("simulate", "--policy", wanted, *more.split())
 
@@ -97,6 +103,10 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     told = server.json(*TUNE.split(), "clients:1,3,8")
     assert [load["off"] for load in told["loads"]] == [None] * 3
     assert all(load["loaded_0_tokens"]["tokens_per_s"] > 0 for load in told["loads"])
+    low, middle, high = told["contexts"]["tokens"]
+    assert high > 2 * low
+    assert told["contexts"]["tried_from"] == round(middle)
+    assert told["contexts"]["relative"] >= 1
     assert "medium" in told["drafts_not_served"]
     shares = [load["relative"] for load in told["loads"]]
     assert sum(shares) >= 3 * (1 - TIE)
@@ -128,6 +138,39 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
     assert "say --arrivals" in server.refused("tune", "--engine", "vllm")
 
 
+def made_up_search(
+    best: dict[tuple[int, int], int], near: dict[tuple[int, int], float]
+) -> ByLoadWindow | FixedWindow:
+    """The window found where speeds are made up: for so many clients with such contexts so many
+    tokens are ``best``; others, by clients and tokens, lose what ``near`` says, or much."""
+
+    class MadeUp(EngineBench):
+        search_trace = None  # type: ignore[assignment]
+
+        def simulate_loads(self, policy: Policy, trace: object) -> dict[str, Simulated]:
+            loads = {}
+            for (clients, context), tokens in best.items():
+                by_context = tables(policy, RULES)
+                table = by_context[max(least for least in by_context if least <= context)]
+                loss = near.get((clients, table[clients]), 0.1 * abs(table[clients] - tokens))
+                done = np.array([1.0 / (1.0 - loss)])
+                served = Served(np.zeros(1), done / 2, done, np.array([100]))
+                one = {"batches": np.array([clients]), "counts": np.ones((1, 3), np.int64)}
+                one["contexts"] = np.array([float(context)])
+                loads[f"{clients}/{context}"] = SimpleNamespace(served=served, **one)
+            return cast(dict[str, Simulated], loads)
+
+    costs = SimpleNamespace(passes={"small": (0, 5)}, beyond=lambda draft, batches: 0.0)
+    loads = {f"{clients}/{context}": Load(clients) for clients, context in best}
+    trace = SimpleNamespace(prompts=np.array([9]), offsets=np.array([0, 9]))
+    values: Any = (None, VLLM, RULES, costs, trace, None, loads, Objective(), 1)
+    study = LoadStudy(MadeUp(*values))
+    study._best_alone = lambda draft, places: [3] * len(places)  # type: ignore[method-assign]
+    window = study.run().policy.window
+    assert isinstance(window, (ByLoadWindow, FixedWindow))
+    return window
+
+
 @pytest.mark.parametrize(
     ("best", "near", "table"),
     [
@@ -141,32 +184,28 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
 def test_a_table_has_no_entry_that_its_costs_cannot_tell(
     best: dict[int, int], near: dict[tuple[int, int], float], table: Any
 ) -> None:
-    """Made-up speeds: so many tokens are ``best`` for so many clients, others lose what ``near``
-    says, or much. What loses less than 1% is left out."""
+    """What loses less than 1% is left out."""
+    window = made_up_search({(clients, 90): tokens for clients, tokens in best.items()}, near)
+    assert window.model_dump()["gamma"] == table
+    assert isinstance(window, FixedWindow) or not window.contexts
 
-    def simulate_loads(policy: Policy, trace: object) -> dict[str, Simulated]:
-        loads = {}
-        for clients in best:
-            gamma = tables(policy, RULES)[clients]
-            loss = near.get((clients, gamma), 0.1 * abs(gamma - best[clients]))
-            done = np.array([1.0 / (1.0 - loss)])
-            served = Served(np.zeros(1), done / 2, done, np.array([100]))
-            one = {"batches": np.array([clients]), "counts": np.ones((1, 3), np.int64)}
-            loads[f"clients:{clients}"] = SimpleNamespace(served=served, **one)
-        return cast(dict[str, Simulated], loads)
 
-    class MadeUp(EngineBench):
-        search_trace = None  # type: ignore[assignment]
-
-        def simulate_loads(self, policy: Policy, trace: object) -> dict[str, Simulated]:
-            return simulate_loads(policy, trace)
-
-    costs = SimpleNamespace(passes={"small": (0, 5)}, beyond=lambda draft, batches: 0.0)
-    loads = {f"clients:{c}": Load(c) for c in best}
-    values: Any = (None, VLLM, RULES, costs, None, None, loads, Objective(), 1)
-    study = LoadStudy(MadeUp(*values))
-    study._best_alone = lambda draft, sizes: [3] * len(sizes)  # type: ignore[method-assign]
-    assert study.run().policy.window.model_dump()["gamma"] == table
+@pytest.mark.parametrize(
+    ("best", "near", "gamma", "contexts"),
+    [
+        ({(1, 50): 1, (1, 500): 5}, {}, {1: 1}, {275: {1: 5}}),
+        ({(1, 50): 1, (1, 500): 5, (2, 500): 5}, {}, {1: 1}, {500: {1: 5}}),
+        # Contexts that are alike have one table.
+        ({(1, 50): 1, (1, 90): 5}, {}, 3, None),
+        # So have contexts whose own tables are within a tie of it.
+        ({(1, 50): 1, (1, 500): 5}, {(1, 3): 0.005}, 3, None),
+    ],
+)
+def test_a_table_of_its_own_for_longer_contexts_where_that_pays(
+    best: dict[tuple[int, int], int], near: dict[tuple[int, int], float], gamma: Any, contexts: Any
+) -> None:
+    document = made_up_search(best, near).model_dump()
+    assert (document["gamma"], document.get("contexts")) == (gamma, contexts)
 
 
 class Simulating:

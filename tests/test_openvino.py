@@ -198,9 +198,9 @@ def test_a_checkpoint_is_converted_once_for_its_content(
 def test_other_refusals_name_what_is_wrong(
     running: OpenVino, demo: PairSpec, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_batch = parse_policy({"draft": "small", "window": {"kind": "by_batch", "gamma": {"1": 3}}})
+    by_load = parse_policy({"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 3}}})
     with pytest.raises(PolicyError, match=r"nearest is 'small fixed\(gamma=3\)'"):
-        running.execute(prompts, by_batch, Load(), sampling=Sampling(), max_new_tokens=8)
+        running.execute(prompts, by_load, Load(), sampling=Sampling(), max_new_tokens=8)
     with pytest.raises(PolicyError, match="at temperature 0 alone"):
         running.execute(prompts, fixed(1), Load(), sampling=Sampling(0.7), max_new_tokens=8)
     with pytest.raises(WorkloadError, match="exceed the 320 that the engine was started for"):

@@ -90,9 +90,9 @@ def test_ties_go_to_the_simpler_and_finalists_differ() -> None:
     """Within 1% the simplest wins; each further finalist is of another family; incumbents are
     tried."""
     incumbent = near("fixed", 3, stop={"kind": "joint_prob"})
-    by_batch = parse_policy({"draft": "near", "window": {"kind": "by_batch", "gamma": {"1": 3}}})
-    study = searched(0.8, trials=20, incumbents=[incumbent, by_batch])
-    assert {incumbent.id, by_batch.id} <= {t.policy.id for t in study.trials}
+    by_load = parse_policy({"draft": "near", "window": {"kind": "by_load", "gamma": {"1": 3}}})
+    study = searched(0.8, trials=20, incumbents=[incumbent, by_load])
+    assert {incumbent.id, by_load.id} <= {t.policy.id for t in study.trials}
     best = study.best()
     for trial in study.trials:
         if trial.value >= max(t.value for t in study.trials) * (1 - TIE):
@@ -216,9 +216,9 @@ def test_the_space_is_read_off_the_blocks() -> None:
         for group, seen in kinds[policy.draft].items():
             seen.add(kind_of(group, policy))
     for group, seen in kinds["small"].items():
-        assert seen == set(GROUPS[group]) - {"by_batch"}
+        assert seen == set(GROUPS[group]) - {"by_load"}
     simplest = {group: {next(iter(each))} for group, each in GROUPS.items()}
-    assert kinds["ngram"] == {**simplest, "window": set(GROUPS["window"]) - {"by_batch"}}
+    assert kinds["ngram"] == {**simplest, "window": set(GROUPS["window"]) - {"by_load"}}
 
 
 def test_policies_that_did_the_same_race_once_as_the_simplest() -> None:

@@ -60,14 +60,21 @@ class Oracle:
     step."""
 
     rules: ServingRules
-    gammas: tuple[int, ...]
+    tables: dict[int, tuple[int, ...]]
     costs: StepCosts
     waiting: list[Booked] = field(default_factory=list)
     running: list[Booked] = field(default_factory=list)
     members: list[tuple[int, int, int]] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
+    context: float = 0.0
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """By batch size, at the mean context of the requests that run as a step begins."""
+        return self.tables[max(least for least in self.tables if least <= self.context)]
 
     def schedule(self) -> list[tuple[Booked, int, int]]:
+        self.context = sum(r.computed for r in self.running) / max(1, len(self.running))
         budget = given = self.rules.max_batched_tokens
         scheduled: list[tuple[Booked, int, int]] = []
         for r in list(self.running):
@@ -197,6 +204,12 @@ def by_oracle(
 
 
 NARROW = RULES._replace(draft_slots=1, max_len=0)
+LONGER = {
+    "kind": "by_load",
+    "gamma": {"1": 5, "4": 2},
+    "contexts": {"40": {"1": 3, "5": 0}, "75": {"1": 6}},
+}
+"""From which context on other numbers of tokens are drafted."""
 
 
 def poisson(rate: float, count: int = 60) -> Load:
@@ -217,6 +230,8 @@ def poisson(rate: float, count: int = 60) -> Load:
         (RULES._replace(ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
         (NARROW._replace(ahead=1, max_batched_tokens=37), poisson(70.0), 5, 0.0),
         (RULES._replace(drafts_after=False), poisson(50.0), {"1": 5, "4": 1}, 0.1),
+        (RULES, Load(6), LONGER, 0.0),
+        (NARROW._replace(ahead=1, max_batched_tokens=37), poisson(70.0), LONGER, 0.0),
     ],
 )
 def test_every_step_is_the_plain_simulators(
@@ -257,7 +272,7 @@ def test_costs_fitted_to_served_steps_predict_a_table_that_was_never_served(
         gammas = tables(window(gamma), RULES)
         for load in (Load(5), poisson(30.0)):
             true = serve(trace, "small", gammas, load, RULES, COSTS)
-            told = serve(trace, "small", gammas, load, RULES, fitted.of("small", gammas))
+            told = serve(trace, "small", gammas, load, RULES, fitted.of("small", gammas[0]))
             assert told.served.tokens_per_s == pytest.approx(true.served.tokens_per_s, rel=0.02)
             assert told.served.mean_tpot_s == pytest.approx(true.served.mean_tpot_s, rel=0.03)
     assert fitted.check["median_error"] < 0.02
@@ -299,7 +314,7 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
         fit_served(served_steps([], RULES), "pair", "cpu", "float32", "`profile`")
     full = RULES._replace(cache_tokens=300)
     with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
-        serve(trace_of(40), "small", (0,) * 9, Load(8), full, COSTS)
+        serve(trace_of(40), "small", {0: (0,) * 9}, Load(8), full, COSTS)
     assert rules_of("vllm", {"max_num_seqs": 3, "other": 1}).max_num_seqs == 3
     with pytest.raises(TraceError, match="'native', which serves one request at a time"):
         rules_of("native")

@@ -30,7 +30,7 @@ LOG = """\
 """  # noqa: E501
 
 
-THREE, TABLE = policy("near", 3), policy("near", {"kind": "by_batch", "gamma": {"1": 4, "3": 2}})
+THREE, TABLE = policy("near", 3), policy("near", {"kind": "by_load", "gamma": {"1": 4, "3": 2}})
 PROMPTS = [Prompt(f"p{n}", "code", (7 + n, 8, 9)) for n in range(9)]
 
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from spectune.engines.settings import Drafting, algorithm_of, vllm_settings
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.blocks import ByBatchWindow, FixedWindow
+from spectune.runtime.policies.blocks import ByLoadWindow, FixedWindow
 from spectune.traces.errors import PairError, PolicyError
 
 SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 
 
-def every_gamma(most: int, max_num_seqs: int) -> ByBatchWindow:
+def every_gamma(most: int, max_num_seqs: int) -> ByLoadWindow:
     """A window that names every number of tokens from 0 to ``most``, which is what vLLM captures
     GPU graphs for: ``most`` but for the largest batches, which draft less and less. Fewer seats
     than numbers leave the smallest out."""
     fewer = range(1, min(most, max_num_seqs - 1) + 1)
     later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
-    return ByBatchWindow(kind="by_batch", gamma={1: most, **later})
+    return ByLoadWindow(kind="by_load", gamma={1: most, **later})
 
 
 def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, Any]:
@@ -34,9 +34,9 @@ def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
     """vLLM's ``--speculative-config`` of a user's server: ``gamma`` tokens at every batch size, up
     to ``most`` once something is published. Only where these differ it has a schedule, which
     changes what vLLM pads and which graphs it captures."""
-    window: FixedWindow | ByBatchWindow = FixedWindow(gamma=gamma)
+    window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gamma)
     if gamma != most:
-        window = ByBatchWindow(kind="by_batch", gamma={1: gamma})
+        window = ByLoadWindow(kind="by_load", gamma={1: gamma})
     settings = vllm_settings(Drafting(path, algorithm_of(path), window))
     return settings | {"num_speculative_tokens": most}
 

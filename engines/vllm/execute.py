@@ -37,7 +37,7 @@ from spectune.engines.vllm.folder import (
 )
 from spectune.engines.vllm.follow_policy import served_pair
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import ByBatchWindow, FixedWindow, Policy
+from spectune.runtime.policies.document import ByLoadWindow, FixedWindow, Policy
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Sampling
 from spectune.traces.text import one_line
@@ -102,9 +102,11 @@ class RunningServer(Swapping):
             return Policy()
         if not self._before.get("version") or not isinstance(gammas, Mapping):
             return Policy(draft=self.draft, window=FixedWindow(gamma=self.wanted.most))
-        if len(gammas) == 1:
+        contexts = self._before.get("contexts") or {}
+        if len(gammas) == 1 and not contexts:
             return Policy(draft=self.draft, window=FixedWindow(gamma=gammas["1"]))
-        window = ByBatchWindow.model_validate({"kind": "by_batch", "gamma": gammas})
+        table = {"kind": "by_load", "gamma": gammas, "contexts": contexts}
+        window = ByLoadWindow.model_validate(table)
         return Policy(draft=self.draft, window=window)
 
     def close(self) -> None:

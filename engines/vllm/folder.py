@@ -13,7 +13,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from spectune.engines.abilities import VLLM
+from spectune.engines.abilities import VLLM, contexts_of
 from spectune.engines.protocol import chain_round, text_of
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import TraceError
@@ -348,9 +348,20 @@ def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:
     which they hold, on a server that has loaded ``draft``. Raises PolicyError for what it cannot
     run."""
     most, seats = engine.num_speculative_tokens or 0, engine.max_num_seqs
-    gammas = VLLM.gammas(policy, draft=draft, most=most, max_num_seqs=seats)
+    server: dict[str, Any] = {"draft": draft, "most": most, "max_num_seqs": seats}
+    tables = {
+        str(context): _compressed(VLLM.gammas(policy, **server, context=context))
+        for context in contexts_of(policy)
+    }
+    table = {"policy": policy.id, "gammas": tables.pop("0")}
+    return {**table, "contexts": tables} if tables else table
+
+
+def _compressed(gammas: Sequence[int]) -> dict[str, int]:
+    """Draft tokens by the batch size from which they hold, of those at each size from 0 (never
+    read) on."""
     table: dict[str, int] = {}
     for size in range(1, len(gammas)):
         if size == 1 or gammas[size] != gammas[size - 1]:
             table[str(size)] = gammas[size]
-    return {"policy": policy.id, "gammas": table}
+    return table

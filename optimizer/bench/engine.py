@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from spectune.engines.abilities import Engine, engine_named
+from spectune.engines.abilities import Engine, contexts_of, engine_named
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.optimizer.bench import PartName, Prediction
@@ -114,16 +114,16 @@ class EngineBench:
     def simulate(self, policy: Policy, load: Load, trace: ReplayTrace | None = None) -> Simulated:
         """A policy under a load on some of the texts (None: on all). Raises PolicyError where the
         engine cannot run it, or where too little was served to know what it costs."""
-        gammas = self.engine.gammas(
-            policy, draft=policy.draft, most=policy.gamma_max, max_num_seqs=self.rules.max_num_seqs
-        )
+        server: dict[str, Any] = {"draft": policy.draft, "most": policy.gamma_max}
+        server["max_num_seqs"] = self.rules.max_num_seqs
+        tables = {c: self.engine.gammas(policy, **server, context=c) for c in contexts_of(policy)}
         return serve(
             self.trace if trace is None else trace,
             policy.draft,
-            gammas,
+            tables,
             load,
             self.rules,
-            self.costs.of(self.server_draft(policy), gammas[1:]),
+            self.costs.of(self.server_draft(policy), [g for t in tables.values() for g in t[1:]]),
             count=self.count,
         )
 

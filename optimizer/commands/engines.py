@@ -23,7 +23,7 @@ def engines(s: Engines, talk: Talk) -> Result:
             "installed": e.installed,
             "tested": list(e.versions),
             "runs": e.policies,
-            "by_batch": e.by_batch,
+            "by_load": e.by_load,
             "trees": e.trees,
             "batches": e.batches,
             "new_policy": e.swap,

@@ -151,6 +151,7 @@ def search_result(
     ]
     if study.no_speculation_from is not None:
         lines.append(f"Not to speculate is best from {study.no_speculation_from} on.")
+    lines.append(contexts_in_words(search))
     title, served_by = bench.engine.title, bench.costs.served_by
     if study.off is None:
         measures = f", or {served_by} measures it." if not restart else f":\n{restart}"
@@ -163,6 +164,19 @@ def search_result(
         )
     table = Table(rows, title=f"best constant by load on {bench.info.engine} (predicted)")
     return Result("\n".join(lines), {**search.to_json(), **more}, rows, [table])
+
+
+def contexts_in_words(search: LoadSearch) -> str:
+    """What tables by context are worth, or why none were tried."""
+    about = search.contexts
+    low, _, high = about["tokens"]
+    steps = f"The requests of a step have contexts of {low:.0f} to {high:.0f} tokens (80% of steps)"
+    if about["relative"] is None:
+        return f"{steps}: too alike for tables by context."
+    return (
+        f"{steps}; a table of its own from {about['tried_from']} tokens on is worth "
+        f"{100 * (about['relative'] - 1):+.1f}%."
+    )
 
 
 def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune) -> str:

@@ -46,8 +46,9 @@ def policy_in_words(document: Json) -> str:
         return f"for each prompt one of: {'; '.join(map(policy_in_words, each))}"
     window = document.get("window", {})
     fixed = window.get("kind") == "fixed"
-    if window.get("kind") == "by_batch":
-        depth = max(window["gamma"].values())
+    if window.get("kind") == "by_load":
+        tables = (window["gamma"], *window["contexts"].values())
+        depth = max(max(table.values()) for table in tables)
     else:
         depth = window.get("gamma" if fixed else "gamma_max", 0)
     if draft == "none" or depth == 0:

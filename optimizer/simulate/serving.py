@@ -9,7 +9,7 @@ arrive and steps end, and these are predicted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -65,6 +65,14 @@ class State(NamedTuple):
     queue: npt.NDArray[np.int64]
     sizes: Index
     ends: FloatArray
+
+
+class Tables(NamedTuple):
+    """Tokens to draft, ``gammas`` [contexts, batch sizes], from each of the mean ``contexts`` of
+    the running requests on, the least of which is 0."""
+
+    contexts: Index
+    gammas: npt.NDArray[np.int64]
 
 
 class Found(NamedTuple):
@@ -140,6 +148,25 @@ def _emit(queue: Queue, state: State, results: Found, r: int, drafted: int, now:
 
 
 @compiled(inline=True)
+def _table(queue: Queue, tables: Tables, state: State, running: int) -> int:
+    """The table in force as a step begins, by the mean of the tokens that the running requests have
+    in the cache, those of steps in execution included."""
+    cached = 0
+    for n in range(running):
+        r = state.running[n]
+        t = queue.text[r]
+        if state.read[r] < queue.prompts[t]:
+            cached += state.read[r]
+        else:
+            cached += queue.prompts[t] + state.out[r] - 1
+            cached += 1 + state.flown[r] if state.flying[r] > 0 else 0
+    table = len(tables.contexts) - 1
+    while table > 0 and cached < tables.contexts[table] * max(1, running):
+        table -= 1
+    return table
+
+
+@compiled(inline=True)
 def _held(state: State, running: int) -> int:
     """Tokens in the cache, and those that may come into it with the next step."""
     tokens = 0
@@ -151,7 +178,12 @@ def _held(state: State, running: int) -> int:
 
 @compiled()
 def serve_queue(
-    queue: Queue, rules: ServingRules, gammas: Index, costs: StepCosts, state: State, results: Found
+    queue: Queue,
+    rules: ServingRules,
+    tables: Tables,
+    costs: StepCosts,
+    state: State,
+    results: Found,
 ) -> tuple[int, int, float]:
     """Serves the whole queue: how many steps and rounds that took, and when the cache was too small
     (-1: it never was).
@@ -169,6 +201,7 @@ def serve_queue(
         # Fill a step: those in force in the order of their admission, then as many of those that
         # wait as there is room for.
         slot = (head + flying) % slots
+        gammas = tables.gammas[_table(queue, tables, state, running)]
         budget = room = rules.max_batched_tokens
         i = size = rows = prompts = context = most = 0
         while budget > 0 and room > rules.draft_slots:
@@ -247,6 +280,12 @@ class Simulated:
         """The requests of each step: int32 [steps]."""
         return self.steps[:, 0]
 
+    @property
+    def contexts(self) -> FloatArray:
+        """The mean tokens in the cache of each step's requests: float64 [steps]."""
+        contexts: FloatArray = self.steps[:, 3] / self.steps[:, 0]
+        return contexts
+
     def to_json(self, level: Objective) -> dict[str, Any]:
         """The figures of what was served, and of rounds and steps."""
         rounds, accepted, drafted = self.counts.sum(0).tolist()
@@ -263,7 +302,7 @@ class Simulated:
 def serve(
     trace: ReplayTrace,
     draft: str,
-    gammas: Sequence[int],
+    gammas: Mapping[int, Sequence[int]],
     load: Load,
     rules: ServingRules,
     costs: StepCosts,
@@ -273,11 +312,14 @@ def serve(
 ) -> Simulated:
     """Serves the requests of an engine's trace under a load: in order, from the first again where
     there are fewer than arrivals, or than the ``count`` that clients send (by default each once).
-    ``gammas``: tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
+    ``gammas``: by the mean context of the running requests from which on they hold, the least
+    first, 0, tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
 
     Raises TraceError where the cache would be full, which makes an engine put requests back.
     """
-    policy = Policy(draft=draft, window=FixedWindow(gamma=max(gammas))) if max(gammas) else Policy()
+    tables = Tables(np.array([*gammas], np.int64), np.array([*gammas.values()], np.int64))
+    most = int(tables.gammas[:, 1:].max())
+    policy = Policy(draft=draft, window=FixedWindow(gamma=most)) if most else Policy()
     words = trace.outcomes(policy, compile_stop(policy.stop))
     count = len(load.arrivals) or count or len(trace.order)
     text = trace.order[np.arange(count) % len(trace.order)]
@@ -290,14 +332,14 @@ def serve(
     if room < 1:
         raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
     # Every step brings a request on, or reads as much as fits.
-    most = int((lengths[text] + 2 + prompts[text] // room).sum())
+    most_steps = int((lengths[text] + 2 + prompts[text] // room).sum())
     results = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
-        np.zeros((most, len(STEP_COLUMNS)), np.int32), np.zeros(most),
-        np.zeros((2 * most if members else 0, 3), np.int64),
+        np.zeros((most_steps, len(STEP_COLUMNS)), np.int32), np.zeros(most_steps),
+        np.zeros((2 * most_steps if members else 0, 3), np.int64),
     )  # fmt: skip
-    table, state = np.array(gammas, np.int64), _fresh(count, rules)
-    steps, rounds, full = serve_queue(queue, rules, table, costs, state, results)
+    state = _fresh(count, rules)
+    steps, rounds, full = serve_queue(queue, rules, tables, costs, state, results)
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "

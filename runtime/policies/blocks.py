@@ -28,6 +28,9 @@ BATCH_LIMIT = 65536
 
 Gamma = Annotated[int, Field(ge=0, le=GAMMA_LIMIT)]
 BatchSize = Annotated[int, Field(ge=1, le=BATCH_LIMIT)]
+Context = Annotated[int, Field(ge=1, le=2**31 - 1)]
+ByBatch = Annotated[dict[BatchSize, Gamma], Field(max_length=64)]
+"""Tokens to draft by the batch size from which on they are drafted."""
 GammaMax = Annotated[int, Field(ge=1, le=GAMMA_LIMIT)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Width = Annotated[int, Field(ge=1, le=WIDTH_LIMIT)]
@@ -111,35 +114,52 @@ class FixedWindow(Block):
         return self.gamma
 
 
-class ByBatchWindow(Block):
+class ByLoadWindow(Block):
     """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
-    tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on. A
-    decoder of one request at a time drafts what stands for 1."""
+    tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on.
+    ``contexts`` has other such tables from a context length on (the mean of the running requests').
+    A decoder of one request at a time drafts what ``gamma`` has for 1."""
 
-    kind: Literal["by_batch"]
-    gamma: Annotated[dict[BatchSize, Gamma], Field(max_length=64)]
+    kind: Literal["by_load"]
+    gamma: ByBatch
+    contexts: Annotated[dict[Context, ByBatch], Field(max_length=8)] = {}
 
-    @field_validator("gamma")
-    @classmethod
-    def _by_size(cls, gamma: dict[int, int]) -> dict[int, int]:
-        if 1 not in gamma:
+    @model_validator(mode="after")
+    def _from_1(self) -> Self:
+        if any(1 not in table for table in (self.gamma, *self.contexts.values())):
             raise ValueError('maps batch sizes from "1" on to windows: {"1": 5, "4": 3, "16": 0}')
-        return dict(sorted(gamma.items()))
+        return self
+
+    @field_validator("gamma", "contexts")
+    @classmethod
+    def _sorted(cls, value: dict[int, Any]) -> dict[int, Any]:
+        return dict(sorted(value.items()))
+
+    @field_validator("contexts")
+    @classmethod
+    def _sorted_tables(cls, contexts: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+        return {least: dict(sorted(table.items())) for least, table in contexts.items()}
 
     def __hash__(self) -> int:
-        return hash(tuple(self.gamma.items()))
+        return hash(self.label())
 
     def label(self) -> str:
-        return f"by_batch({', '.join(f'{size}: {gamma}' for size, gamma in self.gamma.items())})"
+        def shown(table: dict[int, int]) -> str:
+            return ", ".join(f"{size}: {gamma}" for size, gamma in table.items())
 
-    def at(self, batch: int) -> int:
-        """The window of a step of so many requests, at least 1."""
-        return self.gamma[max(size for size in self.gamma if size <= batch)]
+        later = (f"; from {least} tokens {shown(t)}" for least, t in self.contexts.items())
+        return f"by_load({shown(self.gamma)}{''.join(later)})"
+
+    def at(self, batch: int, context: float = 0) -> int:
+        """The window of a step of so many requests, at least 1, whose contexts have that mean."""
+        tables = {0: self.gamma, **self.contexts}
+        table = tables[max(least for least in tables if least <= context)]
+        return table[max(size for size in table if size <= batch)]
 
     @property
     def gamma_max(self) -> int:
         """The longest window of any load."""
-        return max(self.gamma.values())
+        return max(max(table.values()) for table in (self.gamma, *self.contexts.values()))
 
 
 class AdaptiveWindow(Block):

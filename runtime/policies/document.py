@@ -20,7 +20,7 @@ from spectune.runtime.policies.blocks import (
     WIDTH_LIMIT,
     Artifact,
     Block,
-    ByBatchWindow,
+    ByLoadWindow,
     ChainGrowth,
     FixedWindow,
     FullShortlist,
@@ -45,7 +45,7 @@ from spectune.traces.schema import SHORTLIST_MARK, policy_id
 
 __all__ = [  # the blocks come with the document
     "AUTOREGRESSIVE", "BUILT_IN", "DEFAULT_TOP_N", "EXPANDED_LIMIT", "GAMMA_LIMIT", "MALFORMED",
-    "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "ByBatchWindow", "ByPrompt",
+    "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "ByLoadWindow", "ByPrompt",
     "CacheFsmWindow", "ChainGrowth", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
     "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
     "HeuristicWindow", "JointProbStop", "MaxProbStop", "NoStop", "Policy",
@@ -62,7 +62,7 @@ MALFORMED: Final = (
 Window = Annotated[
     Union[
         FixedWindow, FsmWindow, HeuristicWindow, CacheFsmWindow, AnalyticWindow, QLearningWindow,
-        ByBatchWindow,
+        ByLoadWindow,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from spectune.runtime.policies import on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
-    ByBatchWindow,
+    ByLoadWindow,
     CacheFsmWindow,
     FixedWindow,
     HeuristicWindow,
@@ -154,7 +154,7 @@ def compile_window(
     windows as digits in base gamma_max + 1, latest last, a column for each window from gamma_min
     on. Raises PolicyError where the window needs costs and there are none, or the table does not
     fit."""
-    if isinstance(window, (FixedWindow, ByBatchWindow)):  # of one request at a time
+    if isinstance(window, (FixedWindow, ByLoadWindow)):  # of one request at a time
         gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):

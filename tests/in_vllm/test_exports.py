@@ -11,13 +11,13 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from spectune.engines.export import engine_settings
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import ByBatchWindow, Policy, parse_policy
+from spectune.runtime.policies.document import ByLoadWindow, Policy, parse_policy
 
 SEATS = 40
 WINDOWS = [
     {"kind": "fixed", "gamma": 4},
-    {"kind": "by_batch", "gamma": {"1": 5, "4": 3, "16": 0}},
-    {"kind": "by_batch", "gamma": {"1": 1, "2": 6, "3": 0, "9": 2}},
+    {"kind": "by_load", "gamma": {"1": 5, "4": 3, "16": 0}},
+    {"kind": "by_load", "gamma": {"1": 1, "2": 6, "3": 0, "9": 2}},
 ]
 
 
@@ -38,7 +38,7 @@ def test_vllm_reads_of_exported_settings_what_the_policy_says(
     assert read.num_speculative_tokens == policy.gamma_max
     assert read.method == settings["method"]
     schedule = read.num_speculative_tokens_per_batch_size
-    if isinstance(policy.window, ByBatchWindow):
+    if isinstance(policy.window, ByLoadWindow):
         lookup = build_dynamic_sd_schedule_lookup(schedule, SEATS, policy.gamma_max)
         assert lookup[1 : SEATS + 1] == [policy.window.at(n) for n in range(1, SEATS + 1)]
     else:

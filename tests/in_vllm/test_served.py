@@ -42,7 +42,7 @@ MOST, SEATS, TOKENS, ENDLESS = 8, 8, 12, 64
 TEXTS: dict[str, dict[str, list[int]]] = {}
 TABLES = [{"1": 8, "2": 5, "4": 3, "7": 1}, {"1": 6, "3": 0, "6": 2}]
 WINDOWS = [{"kind": "fixed", "gamma": g} for g in (1, 4, 2, 3, 5, 7)] + [
-    {"kind": "by_batch", "gamma": table} for table in TABLES
+    {"kind": "by_load", "gamma": table} for table in TABLES
 ]
 
 

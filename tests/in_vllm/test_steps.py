@@ -173,7 +173,9 @@ def test_every_step_of_vllm_is_foretold(prompts: list[str]) -> None:
                 for gammas in TABLES if (budget, load.clients) == (2048, 8) else TABLES[:2]:
                     texts = of.serve(prompts, gammas, load)
                     trace = trace or trace_of(of, prompts, texts)
-                    found = serve(trace, "small", gammas, load, of.rules, ONE_SECOND, members=True)
+                    found = serve(
+                        trace, "small", {0: gammas}, load, of.rules, ONE_SECOND, members=True
+                    )
                     assert by_step(found) == of.steps
                     assert found.steps[:, 4].tolist() == of.nexts
                     count += len(of.steps)
@@ -198,7 +200,7 @@ def test_steps_scheduled_ahead_are_foretold(prompts: list[str]) -> None:
         for run, gammas in enumerate(TABLES):
             of.begin(gammas)
             serve_ahead(of, prompts, lengths, agree, run)
-            found = serve(trace, "small", gammas, Load(8), rules, ONE_SECOND, members=True)
+            found = serve(trace, "small", {0: gammas}, Load(8), rules, ONE_SECOND, members=True)
             assert by_step(found) == of.steps
             assert found.steps[:, 4].tolist() == of.nexts
             count += len(of.steps)
