@@ -16,7 +16,7 @@ from doors import Door
 from synthetic import policy
 
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
-from spectune.engines.settings import schedule_of
+from spectune.engines.export import schedule_of
 from spectune.engines.vllm.command import every_gamma
 from spectune.engines.vllm.prompt_lookup import copied
 from spectune.optimizer.simulate.replay import run_replay

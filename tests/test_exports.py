@@ -26,6 +26,7 @@ BY_LOAD = [
 TREE = top_k("head", 4, 4, 12)
 FOUR, BY = {"window": FIXED[1]}, {"window": BY_LOAD[1]}
 MODELS = ("model", "speculative_draft_model_path", "spec_draft_model")
+LONGER = {**BY_LOAD[1], "contexts": {"4096": {"1": 6}}}
 SHORT = {"kind": "frequency", "artifact": "a"}
 
 
@@ -140,11 +141,12 @@ def test_a_window_by_batch_says_the_same_for_every_size(
 @pytest.mark.parametrize(
     ("engine", "document", "said"),
     [
-        ("sglang", BY, 'a chain of an EAGLE head alone; the nearest.*"gamma": 5'),
+        ("sglang", BY, 'tables by batch size of eagle, eagle3 alone; the nearest.*"gamma": 5'),
         ("sglang", {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
-        ("llamacpp", BY, "as many tokens at every batch size"),
-        ("llamacpp", {**FOUR, "draft": "ngram"}, "by rules of its own; the nearest is a chain"),
+        ("llamacpp", BY, "no tables by batch size; the nearest"),
+        ("llamacpp", {**FOUR, "draft": "ngram"}, "of draft model, eagle3 alone; the nearest is a"),
         ("vllm", TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
+        ("vllm", {"window": LONGER}, 'no tables by context; the nearest.*"gamma": 5'),
         ("vllm", {"window": {"kind": "fsm"}}, "no rule that adapts"),
         ("vllm", {**FOUR, "stop": {"kind": "entropy"}}, "no stop of this kind"),
         ("vllm", {**FOUR, "shortlist": SHORT}, "no shortlist"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spectune.engines.settings import Drafting, algorithm_of, vllm_settings
+from spectune.engines.export import Drafting, vllm_settings
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.blocks import ByLoadWindow, FixedWindow
 from spectune.traces.errors import PairError, PolicyError
@@ -27,7 +27,7 @@ def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[s
     """vLLM's ``--speculative-config`` of a server of our own: up to ``most`` tokens of a draft
     (None: prompt lookup), every number named, so that graphs are captured for each."""
     window = every_gamma(most, max_num_seqs)
-    return vllm_settings(Drafting(path, algorithm_of(path), window))
+    return vllm_settings(Drafting(path, window))
 
 
 def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
     window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gamma)
     if gamma != most:
         window = ByLoadWindow(kind="by_load", gamma={1: gamma})
-    settings = vllm_settings(Drafting(path, algorithm_of(path), window))
+    settings = vllm_settings(Drafting(path, window))
     return settings | {"num_speculative_tokens": most}
 
 
