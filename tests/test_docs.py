@@ -103,7 +103,9 @@ def allowed(schema: dict[str, Any]) -> str:
     if schema["type"] == "string":
         return "text"
     if schema["type"] == "object":
-        return f"batch sizes to {allowed(schema['additionalProperties'])}"
+        value = schema["additionalProperties"]
+        keys = "context lengths" if "additionalProperties" in value else "batch sizes"
+        return f"{keys} to {allowed(value)}"
     if schema["type"] == "array":
         count = "list of"
         if "maxItems" in schema:

@@ -70,6 +70,8 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
     assert (alone["mean_batch"], told["engine"], told["max_num_seqs"]) == (1.0, "vllm", 8)
     assert crowded["tokens_per_s"] > alone["tokens_per_s"]
     assert told["costs"]["median_error"] < 0.05
+    assert [one["off"] for one in (alone, crowded)] == [None, None]  # it was always loaded
+    assert 0 < alone["loaded_0_tokens"]["tokens_per_s"] != alone["tokens_per_s"]
     again = server.json(*asked, "--arrivals", "poisson:40", "--limit", "500")
     assert again["loads"][0]["requests"] == 500
     file = tmp_path / "trace.csv"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spectune.optimizer.bench.engine import EngineBench, engine_bench
+from spectune.optimizer.bench.engine import EngineBench, constant, engine_bench
 from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result, Table
@@ -36,7 +36,7 @@ from spectune.optimizer.tune_load import (
     with_servers,
 )
 from spectune.optimizer.verdict import Tuned
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.settings import Simulate, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
@@ -51,19 +51,25 @@ EXTRAPOLATED: Final = 0.25
 def simulate_under_load(
     store: TraceStore, info: Recording, policy: Policy, s: Simulate, talk: Talk
 ) -> Result:
-    """The figures of one policy, a row for each load."""
+    """The figures of one policy, a row for each load, beside the tokens/s of a server without a
+    draft and of one that keeps it loaded and drafts 0 tokens."""
     talk.no_effect(s, "on one policy", "load.objective")
     objective = Objective("throughput", s.load.ttft, s.load.tpot)
     arrivals = s.load.arrivals or ""
     bench = engine_bench(store, info, [policy], arrivals, objective, limit=s.limit, tell=talk.tell)
     simulated = bench.simulate_loads(policy, bench.trace)
-    draft = bench.server_draft(policy)
+    draft, plain = bench.server_draft(policy), _without_drafting(bench, policy)
+    beside = {key: bench.simulate_loads(p, bench.trace) for key, p in plain.items()}
+    loads = []
+    for name, one in simulated.items():
+        figures = {"load": name, **one.to_json(objective), "off": None, "loaded_0_tokens": None}
+        loads.append(figures | {key: b[name].to_json(objective) for key, b in beside.items()})
     data = {
         **about_bench(bench),
         "policy": policy.label(),
         "policy_id": policy.id,
         "server_draft": draft,
-        "loads": [{"load": name, **one.to_json(objective)} for name, one in simulated.items()],
+        "loads": loads,
     }
     unseen(info, len(bench.trace.order), talk)
     _tell_costs(bench, talk)
@@ -73,9 +79,24 @@ def simulate_under_load(
     for name, one in simulated.items():
         rounds, accepted, _ = one.counts.sum(0).tolist()
         batch, tau = float(one.steps[:, 0].mean()), 1 + accepted / max(1, rounds)
-        rows.append(_row(name, one.served, objective) | {"batch": batch, "tau": tau})
+        row = _row(name, one.served, objective) | {"batch": batch, "tau": tau}
+        for column, key in ((OFF, "off"), (IDLE, "loaded_0_tokens")):
+            row[f"tokens/s {column}"] = (
+                beside[key][name].served.tokens_per_s if key in beside else "not measured"
+            )
+        rows.append(row)
     title = f"{policy.label()} on {info.engine} (predicted)"
     return Result("", data, rows, [Table(rows, title=title)])
+
+
+def _without_drafting(bench: EngineBench, policy: Policy) -> dict[str, Policy]:
+    """What stands beside a policy: no draft loaded, and its draft loaded and 0 tokens, each where
+    steps of it were recorded."""
+    known = bench.costs.passes
+    plain = {"off": AUTOREGRESSIVE} if "" in known else {}
+    if bench.rules.drafts_after and known.get(policy.draft, (1, 1))[0] == 0:
+        plain["loaded_0_tokens"] = constant(policy.draft, 0)
+    return plain
 
 
 def tune_load(s: Tune, talk: Talk) -> Result:

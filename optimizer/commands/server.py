@@ -11,7 +11,7 @@ from typing import Final
 
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Load
-from spectune.engines.settings import vllm_line
+from spectune.engines.export import vllm_line
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import RunningServer
 from spectune.optimizer.commands.decoding import fit_to, load, quiet_transformers, read_workload
