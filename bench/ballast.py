@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from spectune.demo.train_head import taps
+from spectune.demo.head import taps
 from spectune.runtime.pair import read_pair
 
 Tensors = dict[str, torch.Tensor]

@@ -1,8 +1,9 @@
-"""The text the demo pair is trained on, and the rule that says which of it is held out.
+"""The text that pairs are trained on, and the rule that says which of it is held out.
 
-Three categories: `code` (the Python standard library's own source), `prose` (its docstrings, and
-the topics of `help()`), `math` (GSM8K's training split, given as a file). Whether a document is
-held out is a function of its key alone, so training and prompts agree on it on every machine and
+Three categories: `code` (the Python standard library's own source, for larger pairs that of
+installed packages too), `prose` (the library's docstrings, and the topics of `help()`), `math`
+(GSM8K's training split, given as a file). Whether a document is held out is a function of its key
+alone, a package's of the package's name, so training and prompts agree on it on every machine and
 every Python version. Nothing here imports torch.
 """
 
@@ -15,12 +16,13 @@ import json
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 END_OF_TEXT = "<|endoftext|>"
+CATEGORIES = ("code", "prose", "math")
 
 # The salt was chosen, among a few, for a held-out set rich in both functions and docstrings on
 # Python 3.11 and 3.12.
@@ -30,7 +32,8 @@ _HELD_OUT_PERCENT = 6
 _EXCLUDED_DIRECTORIES = frozenset(
     {
         "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
-        "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__",
+        "site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__", "_vendor",
+        "_distutils",
     }
 )  # fmt: skip
 # Generated tables, and files that a distribution adds or fills with facts about one machine.
@@ -98,6 +101,26 @@ def code_documents(held_out: bool, /) -> tuple[Document, ...]:
     return tuple(documents)
 
 
+@cache
+def package_documents(folders: tuple[Path, ...], held_out: bool, /) -> tuple[Document, ...]:
+    """The modules of packages installed below ``folders`` (``site-packages``) on one side of the
+    rule, whole packages on either; no text twice. A package is read from the first folder that has
+    it."""
+    documents: dict[str, Document] = {}
+    packages: set[str] = set()
+    # A text may stand in several packages: it must not reach training by another name.
+    elsewhere = set() if held_out else {d.text for d in package_documents(folders, True)}
+    for root in folders:
+        paths = [path for path in _sources(root) if path.parts[0] not in packages]
+        packages.update(path.parts[0] for path in paths)
+        for path in paths:
+            text = _read(root / path) if is_held_out(path.parts[0]) == held_out else None
+            # The tokenizer would take the mark for the end of a document.
+            if text and text.strip() and END_OF_TEXT not in text and text not in elsewhere:
+                documents.setdefault(text, Document("code", str(path), text))
+    return tuple(documents.values())
+
+
 def parse(text: str) -> ast.Module | None:
     """The syntax tree of a module, or None when this Python cannot parse it."""
     with warnings.catch_warnings():
@@ -108,13 +131,15 @@ def parse(text: str) -> ast.Module | None:
             return None
 
 
-def _docstrings(text: str) -> Iterator[str]:
-    tree = parse(text)
-    for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node, clean=True)
-            if docstring and len(docstring) >= _MIN_PROSE_CHARS:
-                yield docstring
+def docstrings(modules: Iterable[Document]) -> Iterator[Document]:
+    """The docstrings of modules, under the keys of these."""
+    for module in modules:
+        tree = parse(module.text)
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                docstring = ast.get_docstring(node, clean=True)
+                if docstring and len(docstring) >= _MIN_PROSE_CHARS:
+                    yield Document("prose", module.key, docstring)
 
 
 def _topics() -> dict[str, str]:
@@ -132,11 +157,7 @@ def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
 
     The key of a docstring is its module's, that of a topic names the topics' file and the topic.
     """
-    documents = [
-        Document("prose", document.key, docstring)
-        for document in code_documents(held_out)
-        for docstring in _docstrings(document.text)
-    ]
+    documents = list(docstrings(code_documents(held_out)))
     for name, text in sorted(_topics().items()):
         key = f"{_TOPICS_FILE}#{name}"
         if is_held_out(key) == held_out:
@@ -171,12 +192,13 @@ def math_documents(gsm8k: Path) -> tuple[Document, ...]:
     return tuple(documents)
 
 
-def corpus(gsm8k: Path) -> tuple[list[Document], list[Document]]:
-    """All documents, as (training, held out)."""
+def corpus(gsm8k: Path, packages: tuple[Path, ...] = ()) -> tuple[list[Document], list[Document]]:
+    """All documents, as (training, held out), each ordered by category: code, prose, math."""
     rows = math_documents(gsm8k)
     training, held_out = (
         [
             *code_documents(side),
+            *package_documents(packages, side),
             *prose_documents(side),
             *(r for r in rows if is_held_out(r.key) == side),
         ]

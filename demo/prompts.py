@@ -1,5 +1,5 @@
-"""Prompts for the demo pair: code and prose cut from held-out text at run time, and word problems
-of our own.
+"""Prompts for the demo pair, and for pairs trained on more: code and prose cut from held-out text,
+and word problems of our own.
 
 The same Python installation always gives the same prompts. Nothing here imports torch.
 """
@@ -11,12 +11,12 @@ import hashlib
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import TypedDict
 
-from spectune.demo.corpus import code_documents, parse, prose_documents
+from spectune.demo.corpus import CATEGORIES, Document, code_documents, parse, prose_documents
 
-CATEGORIES = ("code", "prose", "math")
 PROMPTS_PER_CATEGORY = 100
 
 # Characters, as no tokenizer is at hand here; the demo pair's takes 3 to 4 of them a token.
@@ -35,16 +35,22 @@ class Prompt(TypedDict):
     turns: list[str]
 
 
-def demo_workload() -> list[Prompt]:
-    """The demo's prompts, the categories in turn (code, prose, math, code, ...), so that any prefix
-    is balanced: a hundred of each, or as many as the smallest category of this installation has."""
-    columns = {"code": _code_prompts(), "prose": _prose_prompts(), "math": _math_prompts()}
+@cache
+def demo_workload() -> tuple[Prompt, ...]:
+    """The demo's prompts, cut from the standard library."""
+    return make_prompts(code_documents(True), prose_documents(True))
+
+
+def make_prompts(code: Sequence[Document], prose: Sequence[Document]) -> tuple[Prompt, ...]:
+    """Prompts cut from held-out documents, the categories in turn (code, prose, math, code, ...),
+    so that any prefix is balanced: a hundred of each, or as many as the smallest category has."""
+    columns = {"code": _code_prompts(code), "prose": _prose_prompts(prose), "math": _math_prompts()}
     count = min(PROMPTS_PER_CATEGORY, *(len(texts) for texts in columns.values()))
-    return [
+    return tuple(
         Prompt(id=f"{category}-{index:03d}", category=category, turns=[columns[category][index]])
         for index in range(count)
         for category in CATEGORIES
-    ]
+    )
 
 
 def _mixed(groups: dict[str, list[str]]) -> list[str]:
@@ -65,11 +71,9 @@ def _mixed(groups: dict[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-@cache
-def _code_prompts() -> tuple[str, ...]:
+def _code_prompts(documents: Sequence[Document]) -> list[str]:
     """Module text that ends with a function's header and, where it has one, docstring."""
-    documents = code_documents(True)
-    return tuple(_mixed({document.key: _code_cuts(document.text) for document in documents}))
+    return _mixed({document.key: _code_cuts(document.text) for document in documents})
 
 
 def _code_cuts(text: str) -> list[str]:
@@ -112,14 +116,12 @@ def _context_start(lines: list[str], header: int, stop: int) -> int:
     return after_blank if after_blank < header else start
 
 
-@cache
-def _prose_prompts() -> tuple[str, ...]:
-    """Beginnings of held-out docstrings and help topics, and of later paragraphs of the long
-    ones."""
+def _prose_prompts(documents: Sequence[Document]) -> list[str]:
+    """Beginnings of docstrings and help topics, and of later paragraphs of the long ones."""
     groups: dict[str, list[str]] = {}
-    for document in prose_documents(True):
+    for document in documents:
         groups.setdefault(document.key, []).extend(_prose_cuts(document.text))
-    return tuple(_mixed(groups))
+    return _mixed(groups)
 
 
 def _prose_cuts(text: str) -> list[str]:

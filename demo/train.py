@@ -1,12 +1,21 @@
-"""Trains the demo pair: a tokenizer, a target, and two drafts distilled from it.
+"""Trains a target, two drafts and an EAGLE-3 head: the demo pair, or a larger one.
 
-    python -m demo.train --gsm8k gsm8k_train.jsonl --out demo/pair --work build/demo
+    python -m spectune.demo.train --gsm8k gsm8k_train.jsonl --out demo/pair
+    python -m spectune.demo.train --shape large --gsm8k gsm8k_train.jsonl \\
+        --corpus .venv/lib/python3.11/site-packages --out build/large --work build/large-work
 
-Two stages, counted in steps, so that a seed and a device determine the result. In the first the
-target learns the corpus; from `--drafts-from` on the drafts learn the target's law on the same
-batches. In the second the target is fixed and the drafts learn its law on the corpus and on text
-the target wrote itself, because that is what they will be asked to foresee. A run that was
-interrupted goes on from the last checkpoint in `--work`.
+Four stages, each of which leaves files in `--work` that are read instead of running it again:
+
+- corpus: a tokenizer, the text as tokens, prompts cut from held-out text;
+- target: learns the corpus, and is rounded to what int8 holds, so that the rounded one is what
+  the others learn from;
+- drafts: learn the target's law (KL divergence) on batches that are half corpus, half text that
+  the target wrote itself, because that is what they will be asked to foresee;
+- head: likewise, over several steps of its own output (`demo/head.py`).
+
+A stage has as many steps as its shape says, so that a seed and a device determine the result; or
+with `--seconds` it goes by the clock. What the last three leave (`demo/parts.py`) may be trained on
+one machine and published on another: copy the files to `--work`.
 
 On a CPU with glibc, MALLOC_MMAP_THRESHOLD_=8589934592 and MALLOC_TRIM_THRESHOLD_=17179869184 in the
 environment keep the large logits from being mapped and unmapped each step: measured, 1.6 times the
@@ -19,8 +28,10 @@ import argparse
 import inspect
 import json
 import math
+import shutil
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,20 +39,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticCache
 
-from spectune.demo.corpus import END_OF_TEXT, Document, corpus
+from spectune.demo import head
+from spectune.demo.batches import MAX_POSITIONS, prepare, read_corpus
+from spectune.demo.parts import load_parts, round_weights, save_parts
 
-VOCAB_SIZE = 4096
-MAX_POSITIONS = 2048
-# One head size for all three, a power of two, suits every attention kernel.
-HEAD_DIM = 32
-DRAFTS = ("small", "medium")
+STAGES = {"target": ("target",), "drafts": ("small", "medium"), "head": ("head",)}
+"""The models that a stage trains."""
+ENDS = {"target": 0.5, "own text": 0.58, "drafts": 0.8, "head": 1.0}
+"""Where of ``--seconds`` a stage ends; the target writes its own text before the drafts learn."""
+UNROLL = 4
+"""Steps over its own output that each of the head's batches is gone through."""
+UNROLL_DECAY = 0.8
+"""Weight of each step's loss against the step before it, EAGLE-3's."""
+CHECKPOINT_SECONDS = 600
+LOG_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -56,51 +71,91 @@ class Shape:
     learning_rate: float
 
 
-SHAPES = {
-    "target": Shape(hidden=256, layers=8, heads=8, kv_heads=4, ffn=704, learning_rate=2e-3),
-    "small": Shape(hidden=96, layers=2, heads=3, kv_heads=3, ffn=256, learning_rate=5e-3),
-    "medium": Shape(hidden=160, layers=4, heads=5, kv_heads=5, ffn=448, learning_rate=3e-3),
+@dataclass(frozen=True)
+class Recipe:
+    """A pair's models and how they are trained."""
+
+    vocab: int
+    # One head size for all models, a power of two, suits every attention kernel.
+    head_dim: int
+    models: dict[str, Shape]
+    steps: dict[str, int]
+    batch_tokens: int
+    own_rows: int
+    """Rows of its own text that the target writes, and how many at once."""
+    own_chunk: int
+    seq_len: int = 256
+
+
+RECIPES = {
+    "demo": Recipe(
+        vocab=4096,
+        head_dim=32,
+        models={
+            "target": Shape(256, 8, 8, 4, 704, 2e-3),
+            "small": Shape(96, 2, 3, 3, 256, 5e-3),
+            "medium": Shape(160, 4, 5, 5, 448, 3e-3),
+        },
+        steps={"target": 2000, "drafts": 1500, "head": 800},
+        batch_tokens=4096,
+        own_rows=1536,
+        own_chunk=192,
+    ),
+    "wide": Recipe(
+        vocab=16384,
+        head_dim=32,
+        models={
+            "target": Shape(192, 6, 6, 3, 512, 3e-3),
+            "small": Shape(64, 2, 2, 2, 176, 5e-3),
+            "medium": Shape(128, 3, 4, 4, 352, 3e-3),
+        },
+        steps={"target": 1000, "drafts": 700, "head": 400},
+        batch_tokens=4096,
+        own_rows=768,
+        own_chunk=192,
+    ),
+    "large": Recipe(
+        vocab=16384,
+        head_dim=64,
+        models={
+            "target": Shape(512, 12, 8, 4, 1408, 2e-3),
+            "small": Shape(128, 2, 2, 2, 352, 5e-3),
+            "medium": Shape(256, 4, 4, 4, 704, 3e-3),
+        },
+        steps={"target": 3000, "drafts": 1500, "head": 800},
+        batch_tokens=49152,
+        own_rows=12288,
+        own_chunk=2048,
+    ),
+    "tiny": Recipe(
+        vocab=512,
+        head_dim=16,
+        models={
+            "target": Shape(64, 6, 4, 2, 176, 5e-3),
+            "small": Shape(32, 1, 2, 2, 96, 5e-3),
+            "medium": Shape(32, 2, 2, 2, 96, 5e-3),
+        },
+        steps={"target": 60, "drafts": 40, "head": 30},
+        batch_tokens=1024,
+        own_rows=24,
+        own_chunk=12,
+        seq_len=64,
+    ),
 }
+"""By ``--shape``: the one that ships; 16,384 tokens in use for two CPU cores; the same with a
+target of 44 M for one GPU; one for trying the command."""
 
 
-def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens that returns any text unchanged; digits
-    stand alone."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def build_model(shape: Shape) -> LlamaForCausalLM:
+def build_model(shape: Shape, vocab: int, head_dim: int) -> LlamaForCausalLM:
     """A freshly initialised Llama with tied embeddings, in fp32."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -109,61 +164,6 @@ def build_model(shape: Shape) -> LlamaForCausalLM:
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
-
-
-class Windows:
-    """Windows over the corpus, of any length: each epoch cuts the stream anew and shuffles the
-    pieces."""
-
-    def __init__(
-        self, documents: list[Document], tokenizer: PreTrainedTokenizerFast, seed: int
-    ) -> None:
-        self.seed = seed
-        # Prose counts twice, so that the three categories are of one order.
-        repeated = [d for d in documents for _ in range(2 if d.category == "prose" else 1)]
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(repeated), generator=generator).tolist()
-        ids = tokenizer.backend_tokenizer.encode_batch([repeated[i].text for i in order])
-        pieces: list[Tensor] = []
-        self.starts: dict[str, list[tuple[int, int]]] = {"code": [], "prose": [], "math": []}
-        at = 0
-        for i, encoding in zip(order, ids, strict=True):
-            # A document ends with the end-of-text token, so that models learn to end.
-            pieces.append(torch.tensor([*encoding.ids, 0], dtype=torch.int16))
-            self.starts[repeated[i].category].append((at, len(encoding.ids) + 1))
-            at += len(encoding.ids) + 1
-        self.stream = torch.cat(pieces)
-
-    def batch(self, index: int, rows: int, length: int) -> Tensor:
-        """Batch number `index` of `rows` windows of `length`: int64 [rows, length]. A pure
-        function."""
-        per_epoch = (len(self.stream) - length) // length
-        picked = []
-        for row in range(index * rows, (index + 1) * rows):
-            epoch, at = divmod(row, per_epoch)
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch * 1009 + length)
-            shift = int(torch.randint(length, (1,), generator=generator))
-            start = int(torch.randperm(per_epoch, generator=generator)[at]) * length + shift
-            picked.append(self.stream[start : start + length])
-        return torch.stack(picked).long()
-
-    def prefixes(self, rows: int, length: int, generator: torch.Generator) -> Tensor:
-        """Beginnings for the target to go on from, the categories in turn: int64 [rows, length].
-
-        Mathematics begins at the question, as prompts do; half of the prose too; code begins
-        anywhere in a module.
-        """
-        picked = []
-        for row in range(rows):
-            category = ("code", "prose", "math")[row % 3]
-            starts = self.starts[category]
-            start, size = starts[int(torch.randint(len(starts), (1,), generator=generator))]
-            is_from_start = category == "math" or (category == "prose" and row % 2 == 0)
-            if not is_from_start:
-                start += int(torch.randint(max(1, size - length), (1,), generator=generator))
-            start = min(start, len(self.stream) - length)
-            picked.append(self.stream[start : start + length])
-        return torch.stack(picked).long()
 
 
 @torch.inference_mode()
@@ -199,49 +199,17 @@ def generate(
     return output
 
 
-def own_text(
-    target: LlamaForCausalLM,
-    windows: Windows,
-    args: argparse.Namespace,
-    length: int,
-    path: Path,
-    console: Console,
-) -> Tensor:
-    """Text the target wrote from training prefixes, six rows in ten greedy, the rest at
-    temperatures up to 1: int16 [``args.own_rows``, length]. Written once and kept at ``path``."""
-    if path.exists():
-        stored: Tensor = torch.load(path, weights_only=True)
-        return stored
-    device, rows, chunk, seed = target.device, args.own_rows, args.own_chunk, args.seed
-    writer = LlamaForCausalLM(target.config).to(device=device, dtype=torch.bfloat16)
-    writer.load_state_dict(target.state_dict())
-    writer.eval()
-    cpu = torch.Generator().manual_seed(seed)
-    noise = torch.Generator(device=device).manual_seed(seed)
-    written = []
-    for index in range(math.ceil(rows / chunk)):
-        begun = time.perf_counter()
-        prefix = windows.prefixes(chunk, (48, 80, 112, 160)[index % 4], cpu)
-        draw = torch.rand(chunk, 2, generator=cpu)
-        temperature = torch.where(draw[:, 0] < 0.6, torch.zeros(chunk), draw[:, 1])
-        rows_written = generate(writer, prefix.to(device), length, temperature.to(device), noise)
-        written.append(rows_written.to("cpu", torch.int16))
-        seconds = time.perf_counter() - begun
-        console.print(f"own text: chunk {index + 1}, {chunk} rows in {seconds:.1f} s")
-    own = torch.cat(written)[:rows]
-    torch.save(own, path)
-    return own
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of logits [n, V] with tokens [n]."""
+    return F.cross_entropy(logits.float(), labels)
 
 
-def mixed_batch(own: Tensor, windows: Windows, index: int, rows: int, seed: int) -> Tensor:
-    """Batch number `index`, half of it rows of the target's `own` text [n, length], half windows of
-    the corpus: int64 [rows, length]."""
-    generator = torch.Generator().manual_seed(seed * 7919 + index)
-    mine = own[torch.randint(len(own), (rows - rows // 2,), generator=generator)].long()
-    return torch.cat([mine, windows.batch(index, rows // 2, own.shape[1])])
+def law_loss(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Cross-entropy of logits with a teacher's [n, V]: the KL divergence up to a constant."""
+    return F.cross_entropy(logits.float(), teacher.float().softmax(-1))
 
 
-def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW that decays matrices alone."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
@@ -250,243 +218,299 @@ def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> 
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """One step by clipped gradients."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def counted(begin: int, end: int, console: Console) -> Iterable[int]:
-    """Steps from ``begin`` to ``end``, with a bar and the time left; none where nobody looks."""
-    is_seen = console.is_terminal
-    return track(range(begin, end), "training", end, begin, console=console, disable=not is_seen)
-
-
-def stable_then_decay(step: int, steps: int, warmup: int, decay: int) -> float:
-    """The warmup-stable-decay schedule's factor: linear up, flat, then 1 - sqrt down to nothing."""
-    if step < warmup:
-        return (step + 1) / warmup
-    left = steps - step
-    return 1.0 if left > decay else 1.0 - math.sqrt(1.0 - left / decay)
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def settings(args: argparse.Namespace, *but: str) -> dict[str, Any]:
-    """The options that decide a result."""
-    unsaid = {"gsm8k", "out", "work", "threads", *but}
-    return {key: value for key, value in vars(args).items() if key not in unsaid}
-
-
-def parser_of(name: str, about: str | None, options: dict[str, tuple[Any, str]]) -> Any:
-    """A command line with these options: (default, help) by name."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m demo.{name}",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for option, (default, said) in options.items():
-        parser.add_argument(f"--{option}", type=type(default), default=default, help=said)
-    return parser
+def stable_then_decay(share: float, decay: float) -> float:
+    """The warmup-stable-decay schedule's factor after a share of a stage: linear up over a
+    twentieth, flat, then over ``decay`` 1 - sqrt down to nothing."""
+    rise = min(1.0, share * 20 + 0.01)
+    return min(rise, 1.0 - math.sqrt(max(0.0, 1.0 - (1.0 - share) / decay)))
 
 
 class Trainer:
-    """The three models, their optimizers and the stream, and the two stages over them."""
+    """The models, the stream, and the stages over them."""
 
-    def __init__(self, args: argparse.Namespace, console: Console) -> None:
-        self.args, self.console = args, console
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.recipe = args, RECIPES[args.shape]
+        self.begun = time.monotonic()
         self.device = torch.device(args.device)
         self.work: Path = args.work
-        self.work.mkdir(parents=True, exist_ok=True)
-        training, held_out = corpus(args.gsm8k)
-        tokenizer_dir = self.work / "tokenizer"
-        if not tokenizer_dir.exists():
-            train_tokenizer(training).save_pretrained(tokenizer_dir)
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-        self.windows = Windows(training, self.tokenizer, args.seed)
-        self.held_out = Windows(held_out, self.tokenizer, args.seed)
-        console.print(
-            f"{len(training)} documents, {len(self.windows.stream) / 1e6:.2f} M tokens in an epoch"
-        )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer")
+        self.tokenizer = tokenizer
+        self.windows, self.held_out = read_corpus(self.work, args.seed)
+        print(f"{len(self.windows.stream) / 1e6:.2f} M tokens in an epoch", flush=True)
         torch.manual_seed(args.seed)
-        self.models = {name: build_model(shape).to(self.device) for name, shape in SHAPES.items()}
-        self.optimizers = {
-            n: adamw(m, SHAPES[n].learning_rate, 0.1) for n, m in self.models.items()
+        self.models: dict[str, nn.Module] = {
+            name: build_model(shape, len(tokenizer), self.recipe.head_dim).to(self.device)
+            for name, shape in self.recipe.models.items()
         }
-        self.step = 0
-        self.history: list[dict[str, float]] = []
-        path = self.work / "checkpoint.pt"
-        if path.exists():
-            state = torch.load(path, map_location=self.device, weights_only=True)
-            for name in SHAPES:
-                self.models[name].load_state_dict(state["models"][name])
-                self.optimizers[name].load_state_dict(state["optimizers"][name])
-            self.step, self.history = state["step"], state["history"]
-            console.print(f"going on from step {self.step}")
+        target = self.models["target"]
+        assert isinstance(target, LlamaForCausalLM)
+        self.target = target
+        self.models["head"] = head.Head(target.config).to(self.device)
+        self.token_loss, self.law_loss = token_loss, law_loss
+        if self.device.type == "cuda":
+            # Layers of one shape share their code, so compiling them apart takes seconds.
+            for name in self.recipe.models:
+                for layer in self.models[name].model.layers:
+                    layer.compile(dynamic=False)
+            self.token_loss = torch.compile(token_loss, dynamic=False)
+            self.law_loss = torch.compile(law_loss, dynamic=False)
 
-    def save(self) -> None:
-        """Writes a checkpoint, whole or not at all."""
-        state = {
-            "step": self.step,
-            "history": self.history,
-            "models": {name: model.state_dict() for name, model in self.models.items()},
-            "optimizers": {name: own.state_dict() for name, own in self.optimizers.items()},
-        }
-        torch.save(state, self.work / "checkpoint.tmp")
-        (self.work / "checkpoint.tmp").replace(self.work / "checkpoint.pt")
+    def _progress(self, stage: str, first: int, share: float) -> Iterator[tuple[int, float]]:
+        """Steps of a stage from the ``first``, and the share of it that is over before each."""
+        steps, seconds = self.recipe.steps[stage], self.args.seconds
+        step, begun, share_begun = first, time.monotonic(), share
+        while share < 1.0:
+            yield step, share
+            step += 1
+            if seconds is None:
+                share = step / steps
+                continue
+            now = time.monotonic()
+            if step == first + 1:  # the first step compiles, which is no progress
+                begun = now
+            left = self.begun + seconds * ENDS[stage] - begun
+            share = share_begun + (1 - share_begun) * (now - begun) / left if left > 0 else 1.0
 
-    def _logits(self, name: str, ids: Tensor) -> Tensor:
+    def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """Logits [B * T, V] of texts [B, T], in bfloat16 autocast."""
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits: Tensor = self.models[name](ids, use_cache=False).logits
+            logits: Tensor = model(ids, use_cache=False).logits
         return logits.flatten(0, 1)
 
-    def _update(self, name: str, factor: float) -> None:
-        update(self.models[name], self.optimizers[name], SHAPES[name].learning_rate * factor)
-
-    def _distill(self, ids: Tensor, teacher: Tensor, step: int) -> dict[str, float]:
-        """One step of both drafts toward the teacher's law; returns their agreement in top-1."""
-        args = self.args
-        law, choice = teacher.float().softmax(-1), teacher.argmax(-1)
-        measured = {}
-        for name in DRAFTS:
-            logits = self._logits(name, ids)
-            # Cross-entropy with the teacher's law is the KL divergence up to a constant.
-            torch.autograd.backward(F.cross_entropy(logits.float(), law))
-            own_steps = args.steps - args.drafts_from + args.distill_steps
-            self._update(name, stable_then_decay(step, own_steps, 50, args.distill_steps))
-            measured[name] = (logits.argmax(-1) == choice).float().mean().item()
-        return measured
-
-    def _train_step(self) -> dict[str, float]:
-        """One step of the first stage."""
-        args = self.args
-        is_long = self.step >= args.steps - args.long_steps
-        length = args.seq_len * (2 if is_long else 1)
-        window = self.windows.batch(self.step, args.batch_tokens // length, length + 1)
-        window = window.to(self.device)
-        ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
-        logits = self._logits("target", ids)
-        loss = F.cross_entropy(logits.float(), labels)
+    def _target_step(self, step: int, share: float) -> dict[str, Tensor]:
+        """Gradients of the target on a batch of the corpus, at the end of twice the length."""
+        length = self.recipe.seq_len * (2 if share >= 0.9 else 1)
+        rows = max(1, self.recipe.batch_tokens // length)
+        window = self.windows.batch(step, rows, length + 1).to(self.device)
+        logits = self._logits(self.target, window[:, :-1].contiguous())
+        loss = self.token_loss(logits, window[:, 1:].flatten())
         torch.autograd.backward(loss)
-        self._update("target", stable_then_decay(self.step, args.steps, 100, args.steps * 3 // 10))
-        measured = {"loss": loss.item()}
-        if self.step >= args.drafts_from:
-            measured |= self._distill(ids, logits.detach(), self.step - args.drafts_from)
+        return {"loss": loss.detach()}
+
+    def _own_batch(self, step: int, tokens: int) -> Tensor:
+        """Texts [B, T] of at most about ``tokens``, half of them the target's own."""
+        rows = max(2, tokens // self.own_text.shape[1])
+        return self.windows.mixed_batch(self.own_text, step, rows).to(self.device)
+
+    def _drafts_step(self, step: int, share: float) -> dict[str, Tensor]:
+        """Gradients of both drafts toward the target's law; returns their agreement in top-1."""
+        ids = self._own_batch(step, self.recipe.batch_tokens)
+        with torch.no_grad():
+            teacher = self._logits(self.target, ids)
+        measured = {}
+        for name in STAGES["drafts"]:
+            logits = self._logits(self.models[name], ids)
+            torch.autograd.backward(self.law_loss(logits, teacher))
+            measured[name] = (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
         return measured
+
+    def _head_step(self, step: int, share: float) -> dict[str, Tensor]:
+        """Gradients of the head toward the target's law; returns its agreement at each step."""
+        unroller, measured = self.unroller, {}
+        ids = self._own_batch(step, self.recipe.batch_tokens // 2)
+        losses = []
+        with torch.autocast(self.device.type, torch.bfloat16):
+            teacher, features = unroller.teacher(ids)
+            teacher = teacher[:, 1:]
+            for j, hidden in enumerate(unroller.steps(ids, features.float(), UNROLL)):
+                logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
+                law = teacher[:, j:].flatten(0, 1)
+                losses.append(self.law_loss(logits, law) * UNROLL_DECAY**j)
+                measured[f"step {j}"] = (logits.argmax(-1) == law.argmax(-1)).float().mean()
+        weights = sum(UNROLL_DECAY**j for j in range(UNROLL))
+        torch.autograd.backward(torch.stack(losses).sum() / weights)
+        return measured
+
+    def _copy_of_target(self, dtype: torch.dtype) -> LlamaForCausalLM:
+        """The target as it stands, not compiled and without gradients."""
+        copy = LlamaForCausalLM(self.target.config).to(device=self.device, dtype=dtype)
+        copy.load_state_dict(self.target.state_dict())
+        return copy.requires_grad_(False).eval()
 
     @cached_property
-    def own(self) -> Tensor:
-        """The target's own text, written when the first stage is over."""
-        target, length = self.models["target"], self.args.seq_len * 3 // 2
-        path = self.work / "own_text.pt"
-        return own_text(target, self.windows, self.args, length, path, self.console)
+    def unroller(self) -> head.Unroller:
+        """The target and the head, which begins as the target's last layer."""
+        own = self.models["head"]
+        assert isinstance(own, head.Head)
+        return head.Unroller(self._copy_of_target(torch.float32), own)
 
-    def _distill_step(self) -> dict[str, float]:
-        """One step of the second stage: half a batch of the target's own text, half a batch of
-        corpus."""
-        args, own = self.args, self.own
-        rows = max(2, args.batch_tokens // own.shape[1])
-        ids = mixed_batch(own, self.windows, self.step - args.steps, rows, args.seed)
-        ids = ids.to(self.device)
-        with torch.no_grad():
-            teacher = self._logits("target", ids)
-        return self._distill(ids, teacher, self.step - args.drafts_from)
+    @cached_property
+    def own_text(self) -> Tensor:
+        """Text the target wrote from training prefixes, six rows in ten greedy, the rest at
+        temperatures up to 1: int16 [rows, one and a half times the length of a window]. Written
+        once and kept in the folder of work."""
+        path = self.work / "own_text.pt"
+        if path.exists():
+            stored: Tensor = torch.load(path, weights_only=True)
+            return stored
+        writer = self._copy_of_target(torch.bfloat16)
+        recipe, length = self.recipe, self.recipe.seq_len * 3 // 2
+        cpu = torch.Generator().manual_seed(self.args.seed)
+        noise = torch.Generator(device=self.device).manual_seed(self.args.seed)
+        chunks: list[Tensor] = []
+        rows = recipe.own_chunk
+        while len(chunks) * rows < recipe.own_rows and not (chunks and self._is_over("own text")):
+            begun = time.perf_counter()
+            prefix = self.windows.prefixes(rows, length * (2 + len(chunks) % 4) // 12, cpu)
+            draw = torch.rand(rows, 2, generator=cpu)
+            temperature = torch.where(draw[:, 0] < 0.6, torch.zeros(rows), draw[:, 1])
+            written = generate(
+                writer, prefix.to(self.device), length, temperature.to(self.device), noise
+            )
+            chunks.append(written.to("cpu", torch.int16))
+            seconds = time.perf_counter() - begun
+            print(f"own text: {rows} rows in {seconds:.1f} s", flush=True)
+        own = torch.cat(chunks)
+        torch.save(own, path)
+        return own
+
+    def _is_over(self, stage: str) -> bool:
+        """Whether the clock has passed the end of a stage."""
+        seconds = self.args.seconds
+        return seconds is not None and time.monotonic() > self.begun + seconds * ENDS[stage]
 
     @torch.no_grad()
-    def held_out_loss(self) -> dict[str, float]:
-        """Nats per token of each model on held-out text of all categories."""
-        total, batches = dict.fromkeys(SHAPES, 0.0), 4
+    @torch.compiler.set_stance("force_eager")
+    def held_out_loss(self, names: tuple[str, ...]) -> dict[str, float]:
+        """Nats per token of models on held-out text of all categories."""
+        total, batches = dict.fromkeys(names, 0.0), 4
         for index in range(batches):
-            window = self.held_out.batch(index, 16, self.args.seq_len + 1).to(self.device)
+            window = self.held_out.batch(index, 16, self.recipe.seq_len + 1).to(self.device)
             ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
-            for name in SHAPES:
-                loss = F.cross_entropy(self._logits(name, ids).float(), labels)
-                total[name] += loss.item() / batches
-        return total
+            for name in names:
+                total[name] += token_loss(self._logits(self.models[name], ids), labels).item()
+        return {name: round(loss / batches, 4) for name, loss in total.items()}
 
-    def publish(self) -> None:
-        """Writes the pair, in fp16, as transformers checkpoints, with `pair.json` and the
-        training's record."""
+    def _learning_rate(self, name: str) -> float:
+        """The peak learning rate of a model; the head's is its target's."""
+        return self.recipe.models["target" if name == "head" else name].learning_rate
+
+    def _train(
+        self, stage: str, gradients: Callable[[int, float], dict[str, Tensor]]
+    ) -> dict[str, Any]:
+        """Trains a stage's models, from a checkpoint where there is one; returns the record."""
+        models = {name: self.models[name] for name in STAGES[stage]}
+        optimizers = {n: adamw(m, self._learning_rate(n), 0.1) for n, m in models.items()}
+        both = {"models": models, "optimizers": optimizers}
+        first, share_before, history = 0, 0.0, []
+        path = self.work / f"{stage}.checkpoint.pt"
+        if path.exists():
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            for kind, modules in both.items():
+                for name, module in modules.items():
+                    module.load_state_dict(state[kind][name])
+            first, share_before, history = state["step"], state["share"], state["history"]
+            print(f"{stage}: going on from step {first}", flush=True)
+        begun = saved = time.monotonic()
+        for step, share in self._progress(stage, first, share_before):
+            measured = gradients(step, share)
+            for name, model in models.items():
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                factor = stable_then_decay(share, 0.3 if stage == "target" else 0.4)
+                for group in optimizers[name].param_groups:
+                    group["lr"] = self._learning_rate(name) * factor
+                optimizers[name].step()
+                optimizers[name].zero_grad(set_to_none=True)
+            if step % LOG_STEPS == 0:
+                figures = {key: round(value.item(), 4) for key, value in measured.items()}
+                pace = (time.monotonic() - begun) / (step - first + 1)
+                history.append({"step": step, "share": round(share, 3), **figures})
+                print(f"{stage} {step} ({share:.0%}) {figures} {pace:.3f} s a step", flush=True)
+            if time.monotonic() - saved > CHECKPOINT_SECONDS:
+                saved = time.monotonic()
+                state = {k: {n: m.state_dict() for n, m in own.items()} for k, own in both.items()}
+                state |= {"step": step + 1, "share": share, "history": history}
+                torch.save(state, path.with_suffix(".tmp"))
+                path.with_suffix(".tmp").replace(path)
+        path.unlink(missing_ok=True)
+        return {"steps": step + 1, "seconds": round(time.monotonic() - begun), "history": history}
+
+    def run(self) -> None:
+        """The stages that left nothing yet, as far as is asked for, then the published pair."""
+        steps = (self._target_step, self._drafts_step, self._head_step)
+        records = {}
+        for (stage, names), gradients in zip(STAGES.items(), steps, strict=True):
+            models = {name: self.models[name] for name in names}
+            record = load_parts(self.work, stage, models)
+            if record is None:
+                if stage == "head":
+                    head.begin_as_target(self.unroller.head, self.target)
+                record = self._train(stage, gradients)
+                record["parameters"] = {
+                    name: sum(p.numel() for p in model.parameters())
+                    for name, model in models.items()
+                }
+                for model in models.values():
+                    round_weights(model)
+                if stage != "head":
+                    record["held_out_loss"] = self.held_out_loss(names)
+                save_parts(self.work, stage, models, record)
+                shown = {key: value for key, value in record.items() if key != "history"}
+                print(f"{stage}: {shown}", flush=True)
+            records[stage] = record
+            if stage == self.args.until:
+                return
+        self.publish(records)
+
+    def publish(self, records: dict[str, Any]) -> None:
+        """Writes the pair, in fp16, as transformers checkpoints, with `pair.json`, the prompts of
+        held-out text and the training's record."""
         out: Path = self.args.out
-        for name, model in self.models.items():
-            half = LlamaForCausalLM(model.config)
-            half.load_state_dict(model.state_dict())
+        for name in self.recipe.models:
+            half = LlamaForCausalLM(self.models[name].config)
+            half.load_state_dict(self.models[name].state_dict())
             half.half().save_pretrained(out / name)
             ends = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
             ends.save_pretrained(out / name)
             self.tokenizer.save_pretrained(out / name)
-            # Written readable by their owner alone, which an installed package must not be.
-            (out / name / "model.safetensors").chmod(0o644)
-        drafts = {name: name for name in DRAFTS}
-        write_json(out / "pair.json", {"name": "demo", "target": "target", "drafts": drafts})
-        losses = {name: round(loss, 4) for name, loss in self.held_out_loss().items()}
-        record = {
-            "step": self.step,
-            "settings": settings(self.args, "device"),
-            "epoch_tokens": len(self.windows.stream),
-            "parameters": {
-                name: sum(p.numel() for p in model.parameters())
-                for name, model in self.models.items()
-            },
-            "history": self.history[4::5],
-            "held_out_loss": losses,
-        }
-        write_json(out / "training.json", record)
-        self.console.print(f"published at step {self.step}: {losses}")
-
-    def run(self) -> None:
-        """Both stages, from wherever the last checkpoint stands, to the published pair."""
-        args = self.args
-        total = args.steps + args.distill_steps
-        begun, since = time.perf_counter(), self.step
-        for step in counted(self.step, total, self.console):
-            measured = self._train_step() if step < args.steps else self._distill_step()
-            self.step = step + 1
-            if self.step % args.log_every == 0:
-                spent = (time.perf_counter() - begun) / (self.step - since)
-                begun, since = time.perf_counter(), self.step
-                shown = " ".join(f"{key} {value:.3f}" for key, value in measured.items())
-                shown += f" {args.batch_tokens / spent:.0f} tok/s"
-                self.console.print(f"step {self.step}/{total} {shown}")
-                self.history.append({"step": float(self.step), **measured})
-            if self.step % args.save_every == 0:
-                self.save()
-        self.save()
-        self.publish()
-
-
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "work": (Path("build/demo"), "where checkpoints are kept"),
-    "device": ("cuda" if torch.cuda.is_available() else "cpu", ""),
-    "threads": (2, "torch threads, on a CPU"),
-    "seed": (1, ""),
-    "steps": (2000, "steps of the first stage"),
-    "drafts-from": (600, "step of the first stage at which the drafts begin"),
-    "long-steps": (200, "last steps of the first stage, at twice the length"),
-    "distill-steps": (550, "steps of the second stage"),
-    "own-rows": (1536, "rows of its own text that the target writes"),
-    "own-chunk": (192, "rows it writes at once"),
-    "batch-tokens": (4096, ""),
-    "seq-len": (256, ""),
-    "log-every": (20, ""),
-    "save-every": (200, ""),
-}
-GSM8K = "GSM8K's training split: JSON lines with question and answer"
+        head.publish(self.unroller.head, self.target.config, out / "head")
+        for file in out.glob("*/model.safetensors"):
+            # Written readable by its owner alone, which an installed package must not be.
+            file.chmod(0o644)
+        drafts = {name: name for name in ("small", "medium", "head")}
+        pair = {"name": self.args.shape, "target": "target", "drafts": drafts}
+        settings = {"shape": self.args.shape, "seed": self.args.seed, "seconds": self.args.seconds}
+        training = {**settings, "epoch_tokens": len(self.windows.stream), "stages": records}
+        for file, document in (("pair.json", pair), ("training.json", training)):
+            (out / file).write_text(json.dumps(document, indent=2) + "\n")
+        shutil.copy(self.work / "workload.jsonl", out)
+        print(f"published: {out / 'pair.json'}", flush=True)
 
 
 def main() -> None:
     """Parses the command line and trains."""
-    parser = parser_of("train", __doc__, OPTIONS)
-    parser.add_argument("--gsm8k", type=Path, required=True, help=GSM8K)
-    parser.add_argument("--out", type=Path, required=True, help="where the pair is published")
+    parser = argparse.ArgumentParser(
+        prog="python -m spectune.demo.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--shape", choices=RECIPES, default="demo", help="sizes of the models, and their recipe")
+    add("--vocab", type=int, help="tokens of the tokenizer (default: the shape's)")
+    add("--gsm8k", type=Path, help="GSM8K's training split: JSON lines with question and answer")
+    add("--corpus", type=Path, action="append", default=[], metavar="FOLDER",
+        help="site-packages whose source is learned as well; repeatable")  # fmt: skip
+    add("--work", type=Path, default=Path("build/demo"), help="what the stages leave")
+    add("--out", type=Path, help="where the pair is published")
+    add("--until", choices=["corpus", *STAGES], help="the last stage; then nothing is published")
+    add("--seconds", type=float, help="end by the clock: the stages take their share of this")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--threads", type=int, default=2, help="torch threads, on a CPU")
+    add("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    Trainer(args, Console(soft_wrap=True)).run()
+    if args.out is None and args.until is None:
+        parser.error("say where the pair is published (--out), or the last stage (--until)")
+    if not (args.work / "tokens.xz").exists():
+        if args.gsm8k is None:
+            parser.error(f"{args.work} holds no corpus; it is made with --gsm8k FILE")
+        args.work.mkdir(parents=True, exist_ok=True)
+        prepare(args.work, args.gsm8k, tuple(args.corpus), args.vocab or RECIPES[args.shape].vocab)
+    if args.until != "corpus":
+        try:
+            Trainer(args).run()
+        except ValueError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

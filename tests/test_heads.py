@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectune.demo.train_head import Head, Unroller, begin_as_target
+from spectune.demo.head import Head, Unroller, begin_as_target
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.checkpoints import is_head
 from spectune.runtime.drafts.eagle import columns

@@ -1,34 +1,23 @@
-"""Trains an EAGLE-3 head for the demo target.
+"""An EAGLE-3 head over whole texts, as training needs it.
 
-    python -m demo.train_head --gsm8k gsm8k_train.jsonl --out demo/pair/head
-
-The head learns the fixed target's law (KL divergence) on batches that are half corpus, half text
-the target wrote itself, as the second stage of `demo.train` does. As EAGLE-3 does, each batch is
-gone through several times: step 0 reads the target's hidden states, step j the head's own outputs
-of step j - 1, and attends as drafting does, to the states of step 0 up to j tokens back and to one
-of each later step after that. The output matrix is the target's; the layer begins as the target's
-last one, and `fc` as the highest of the three states.
-
-The folder is an ordinary EAGLE-3 checkpoint in fp16. On a CPU with glibc see `demo.train` for two
-settings that make it faster.
+As EAGLE-3 does, each batch is gone through several times: step 0 reads the target's hidden states,
+step j the head's own outputs of step j - 1, and attends as drafting does, to the states of step 0
+up to j tokens back and to one of each later step after that. The output matrix is the target's; the
+layer begins as the target's last one, and `fc` as the highest of the three states.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -36,25 +25,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from spectune.demo.corpus import corpus
-from spectune.demo.train import (
-    GSM8K,
-    Windows,
-    adamw,
-    counted,
-    mixed_batch,
-    own_text,
-    parser_of,
-    settings,
-    stable_then_decay,
-    update,
-    write_json,
-)
-
 TAPS = 3
 """Hidden states of the target that the head reads."""
-DECAY = 0.8
-"""Weight of each step's loss against the step before it, EAGLE-3's."""
 
 
 class Unrolled:
@@ -64,11 +36,12 @@ class Unrolled:
     that of token u - j + i.
     """
 
-    def __init__(self, heads: int, kv_heads: int, width: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, width: int, device: torch.device) -> None:
         self.groups, self.kv_heads = heads // kv_heads, kv_heads
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.age = torch.arange(width)[:, None] - torch.arange(width)[None]
+        at = torch.arange(width, device=device)
+        self.age = at[:, None] - at[None]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``query`` [B, H, n, D], ``key`` and ``value`` [B, Hkv, n, D] of the next step -> [B, n,
@@ -168,7 +141,7 @@ class Unroller:
     def __init__(self, target: LlamaForCausalLM, head: Head) -> None:
         self.target, self.head = target, head
         self.taps = taps(target.config.num_hidden_layers)
-        self.rotary = LlamaRotaryEmbedding(target.config)
+        self.rotary = LlamaRotaryEmbedding(target.config).to(target.device)
 
     @torch.no_grad()
     def teacher(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,8 +154,8 @@ class Unroller:
         + 2, for u >= j."""
         config, width = self.target.config, ids.shape[1] - 1
         embedded = self.target.get_input_embeddings()(ids[:, 1:])
-        rotary = self.rotary(embedded, torch.arange(1, width + 1)[None])
-        attend = Unrolled(config.num_attention_heads, config.num_key_value_heads, width)
+        rotary = self.rotary(embedded, torch.arange(1, width + 1, device=ids.device)[None])
+        attend = Unrolled(config.num_attention_heads, config.num_key_value_heads, width, ids.device)
         hidden = self.head.fc(features[:, :-1])
         for _ in range(count):
             out = self.head.midlayer(hidden, embedded, rotary, attend)
@@ -190,8 +163,8 @@ class Unroller:
             hidden = F.pad(out, (0, 0, 1, 0))[:, :-1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head's logits, float32."""
-        out: Tensor = self.target.get_output_embeddings()(self.head.norm(hidden)).float()
+        """The head's logits."""
+        out: Tensor = self.target.get_output_embeddings()(self.head.norm(hidden))
         return out
 
 
@@ -201,7 +174,7 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     from little."""
     hidden, last, layer = target.config.hidden_size, target.model.layers[-1], head.midlayer
     head.fc.weight.mul_(0.1)
-    head.fc.weight[:, -hidden:] += torch.eye(hidden)
+    head.fc.weight[:, -hidden:] += torch.eye(hidden, device=target.device)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(layer.self_attn, name).weight
         weight[:, :hidden] *= 0.1
@@ -213,124 +186,29 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     head.norm.weight.copy_(target.model.norm.weight)
 
 
-def load(folder: Path) -> Any:
-    """A checkpoint, in fp32."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def train(args: argparse.Namespace, console: Console) -> tuple[Head, dict[str, Any]]:
-    """The trained head and a record of how it went."""
-    args.work.mkdir(parents=True, exist_ok=True)
-    target = load(args.target).requires_grad_(False)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target)
-    windows = Windows(corpus(args.gsm8k)[0], tokenizer, args.seed)
-    path = args.work / f"own_text-{args.seed}-{args.own_rows}-{args.length}.pt"
-    own = own_text(target, windows, args, args.length, path, console)
-    torch.manual_seed(args.seed)
-    head = Head(target.config)
-    begin_as_target(head, target)
-    unroller = Unroller(target, head)
-    optimizer = adamw(head, args.learning_rate, 0.05)
-    history: list[dict[str, Any]] = []
-    weights = [DECAY**j for j in range(args.unroll)]
-    began = time.perf_counter()
-    for index in counted(0, args.steps, console):
-        ids = mixed_batch(own, windows, index, args.rows, args.seed)
-        losses, hits = [], []
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            teacher, features = unroller.teacher(ids)
-            law = teacher[:, 1:].float().softmax(-1)
-            choice = teacher[:, 1:].argmax(-1)
-            for j, hidden in enumerate(unroller.steps(ids, features.float(), args.unroll)):
-                logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
-                losses.append(F.cross_entropy(logits, law[:, j:].flatten(0, 1)))
-                right = logits.detach().argmax(-1) == choice[:, j:].flatten()
-                hits.append(right.float().mean().item())
-        loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
-        assert isinstance(loss, Tensor)
-        torch.autograd.backward(loss)
-        factor = stable_then_decay(index, args.steps, 30, args.steps * 2 // 5)
-        update(head, optimizer, args.learning_rate * factor)
-        if (index + 1) % args.log_every == 0:
-            shown = {"loss": round(loss.item(), 4), "top1": [round(h, 4) for h in hits]}
-            history.append({"step": index + 1, **shown})
-            pace = (time.perf_counter() - began) / (index + 1)
-            console.print(
-                f"step {index + 1}/{args.steps} loss {loss.item():.3f} top-1 {hits} "
-                f"{pace:.2f} s/step"
-            )
-        if (index + 1) % args.save_every == 0:
-            publish(head, args, {"step": index + 1})
-    return head, {
-        "step": args.steps,
-        "settings": settings(args, "target"),
-        "parameters": sum(p.numel() for p in head.parameters()),
-        "history": history,
-    }
-
-
-def publish(head: Head, args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Writes an EAGLE-3 checkpoint in fp16 and the training's record."""
-    out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    target = json.loads((args.target / "config.json").read_text())
-    states = taps(target["num_hidden_layers"])
-    kept = (
+def publish(head: Head, config: LlamaConfig, out: Path) -> None:
+    """Writes an EAGLE-3 checkpoint in fp16 of a head on a target of this configuration."""
+    target = config.to_dict()
+    shared = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings",
         "attention_bias", "bos_token_id", "eos_token_id",
     )  # fmt: skip
-    config = {
+    document = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **{key: target[key] for key in kept},
+        **{key: target[key] for key in shared},
         "target_hidden_size": target["hidden_size"],
         "draft_vocab_size": target["vocab_size"],
         "num_hidden_layers": 1,
         "rope_theta": target["rope_parameters"]["rope_theta"],
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(states)},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(taps(target["num_hidden_layers"]))
+        },
         "dtype": "float16",
     }
-    write_json(out / "config.json", config)
-    tensors = {key: tensor.half().contiguous() for key, tensor in head.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(document, indent=2) + "\n")
+    tensors = {key: x.detach().cpu().half().contiguous() for key, x in head.state_dict().items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    # Written readable by its owner alone, which an installed package must not be.
-    (out / "model.safetensors").chmod(0o644)
-    write_json(out / "training.json", record)
-
-
-PAIR = Path(__file__).parent / "pair"
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "target": (PAIR / "target", "the target's checkpoint"),
-    "out": (PAIR / "head", "where the head is published"),
-    "work": (Path("build/demo-head"), "where the target's own text is kept"),
-    "threads": (1, "torch threads"),
-    "seed": (1, ""),
-    "steps": (800, ""),
-    "unroll": (4, "steps over its own output that each batch is gone through"),
-    "rows": (8, "texts in a batch, half of them the target's own"),
-    "length": (384, "tokens of a text"),
-    "own-rows": (768, "texts that the target writes"),
-    "own-chunk": (96, "texts it writes at once"),
-    "learning-rate": (2e-3, ""),
-    "log-every": (10, ""),
-    "save-every": (100, ""),
-}
-
-
-def main() -> None:
-    """Parses the command line, trains, publishes."""
-    parser = parser_of("train_head", __doc__, OPTIONS)
-    add = parser.add_argument
-    add("--gsm8k", type=Path, required=True, help=GSM8K)
-    add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bf16 autocast")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    console = Console(soft_wrap=True)
-    head, record = train(args, console)
-    publish(head, args, record)
-
-
-if __name__ == "__main__":
-    main()
