@@ -22,8 +22,8 @@ from spectune.demo.corpus import (
     package_documents,
 )
 from spectune.demo.prompts import demo_workload, make_prompts
+from spectune.demo.recipes import MAX_POSITIONS
 
-MAX_POSITIONS = 2048
 _TOKENIZER_CHARS = 40_000_000
 """Characters that a tokenizer is trained on, at most about."""
 # Tokens are pairs of bytes, and modules repeat each other far apart: a quarter smaller than by
@@ -72,15 +72,22 @@ def _encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -
 
 
 def prepare(folder: Path, gsm8k: Path, packages: tuple[Path, ...], vocab: int) -> None:
-    """Writes ``tokenizer/``, ``workload.jsonl`` (prompts of held-out text) and ``tokens.xz``, all
-    that training reads."""
-    training, held_out = corpus(gsm8k, packages)
-    tokenizer = train_tokenizer(training, vocab)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    """Writes all that training reads: :func:`pack`'s files, and ``workload.jsonl``, prompts of text
+    that is held out."""
+    pack(folder, *corpus(gsm8k, packages), vocab)
     modules = package_documents(packages, True)
     prompts = make_prompts(modules, tuple(docstrings(modules))) if packages else demo_workload()
     lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     (folder / "workload.jsonl").write_text(lines)
+
+
+def pack(
+    folder: Path, training: Sequence[Document], held_out: Sequence[Document], vocab: int
+) -> None:
+    """Writes ``tokenizer/``, trained on the text, and ``tokens.xz``, documents ordered by category
+    as tokens."""
+    tokenizer = train_tokenizer(training, vocab)
+    tokenizer.save_pretrained(folder / "tokenizer")
     tensors = {}
     for side, documents in (("training", training), ("held_out", held_out)):
         counts = [sum(d.category == category for d in documents) for category in CATEGORIES]
@@ -148,9 +155,10 @@ class Windows:
         Mathematics begins at the question, as prompts do; half of the prose too; code begins
         anywhere in a module.
         """
+        categories = [name for name in CATEGORIES if self.starts[name]]
         picked = []
         for row in range(rows):
-            category = CATEGORIES[row % 3]
+            category = categories[row % len(categories)]
             starts = self.starts[category]
             start, size = starts[int(torch.randint(len(starts), (1,), generator=generator))]
             is_from_start = category == "math" or (category == "prose" and row % 2 == 0)
@@ -162,7 +170,7 @@ class Windows:
 
 
 def read_corpus(folder: Path, seed: int) -> tuple[Windows, Windows]:
-    """Windows over the training text and over the held-out text of a folder of :func:`prepare`."""
+    """Windows over the training text and over the held-out text of a folder of :func:`pack`."""
     tensors = load(lzma.decompress((folder / "tokens.xz").read_bytes()))
     training, held_out = (
         Windows(tensors[side], tensors[f"{side}.documents"].tolist(), seed)

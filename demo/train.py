@@ -14,8 +14,8 @@ Four stages, each of which leaves files in `--work` that are read instead of run
 - head: likewise, over several steps of its own output (`demo/head.py`).
 
 A stage has as many steps as its shape says, so that a seed and a device determine the result; or
-with `--seconds` it goes by the clock. What the last three leave (`demo/parts.py`) may be trained on
-one machine and published on another: copy the files to `--work`.
+with `--seconds` it goes by the clock. What the last three leave (`demo/parts.py`) is small: a pair
+may be trained on one machine and published on another, by the same command with `--parts`.
 
 On a CPU with glibc, MALLOC_MMAP_THRESHOLD_=8589934592 and MALLOC_TRIM_THRESHOLD_=17179869184 in the
 environment keep the large logits from being mapped and unmapped each step: measured, 1.6 times the
@@ -29,10 +29,8 @@ import inspect
 import json
 import math
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,12 +38,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticCache
 
 from spectune.demo import head
-from spectune.demo.batches import MAX_POSITIONS, prepare, read_corpus
+from spectune.demo.batches import prepare, read_corpus
 from spectune.demo.parts import load_parts, round_weights, save_parts
+from spectune.demo.recipes import RECIPES, build_model
 
 STAGES = {"target": ("target",), "drafts": ("small", "medium"), "head": ("head",)}
 """The models that a stage trains."""
@@ -57,113 +56,6 @@ UNROLL_DECAY = 0.8
 """Weight of each step's loss against the step before it, EAGLE-3's."""
 CHECKPOINT_SECONDS = 600
 LOG_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama's size, and the peak learning rate that suits it."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A pair's models and how they are trained."""
-
-    vocab: int
-    # One head size for all models, a power of two, suits every attention kernel.
-    head_dim: int
-    models: dict[str, Shape]
-    steps: dict[str, int]
-    batch_tokens: int
-    own_rows: int
-    """Rows of its own text that the target writes, and how many at once."""
-    own_chunk: int
-    seq_len: int = 256
-
-
-RECIPES = {
-    "demo": Recipe(
-        vocab=4096,
-        head_dim=32,
-        models={
-            "target": Shape(256, 8, 8, 4, 704, 2e-3),
-            "small": Shape(96, 2, 3, 3, 256, 5e-3),
-            "medium": Shape(160, 4, 5, 5, 448, 3e-3),
-        },
-        steps={"target": 2000, "drafts": 1500, "head": 800},
-        batch_tokens=4096,
-        own_rows=1536,
-        own_chunk=192,
-    ),
-    "wide": Recipe(
-        vocab=16384,
-        head_dim=32,
-        models={
-            "target": Shape(192, 6, 6, 3, 512, 3e-3),
-            "small": Shape(64, 2, 2, 2, 176, 5e-3),
-            "medium": Shape(128, 3, 4, 4, 352, 3e-3),
-        },
-        steps={"target": 1000, "drafts": 700, "head": 400},
-        batch_tokens=4096,
-        own_rows=768,
-        own_chunk=192,
-    ),
-    "large": Recipe(
-        vocab=16384,
-        head_dim=64,
-        models={
-            "target": Shape(512, 12, 8, 4, 1408, 2e-3),
-            "small": Shape(128, 2, 2, 2, 352, 5e-3),
-            "medium": Shape(256, 4, 4, 4, 704, 3e-3),
-        },
-        steps={"target": 3000, "drafts": 1500, "head": 800},
-        batch_tokens=49152,
-        own_rows=12288,
-        own_chunk=2048,
-    ),
-    "tiny": Recipe(
-        vocab=512,
-        head_dim=16,
-        models={
-            "target": Shape(64, 6, 4, 2, 176, 5e-3),
-            "small": Shape(32, 1, 2, 2, 96, 5e-3),
-            "medium": Shape(32, 2, 2, 2, 96, 5e-3),
-        },
-        steps={"target": 60, "drafts": 40, "head": 30},
-        batch_tokens=1024,
-        own_rows=24,
-        own_chunk=12,
-        seq_len=64,
-    ),
-}
-"""By ``--shape``: the one that ships; 16,384 tokens in use for two CPU cores; the same with a
-target of 44 M for one GPU; one for trying the command."""
-
-
-def build_model(shape: Shape, vocab: int, head_dim: int) -> LlamaForCausalLM:
-    """A freshly initialised Llama with tied embeddings, in fp32."""
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
 
 
 @torch.inference_mode()
@@ -233,24 +125,24 @@ class Trainer:
         self.begun = time.monotonic()
         self.device = torch.device(args.device)
         self.work: Path = args.work
+        self.parts: Path = args.parts or args.work
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.work / "tokenizer")
         self.tokenizer = tokenizer
         self.windows, self.held_out = read_corpus(self.work, args.seed)
         print(f"{len(self.windows.stream) / 1e6:.2f} M tokens in an epoch", flush=True)
         torch.manual_seed(args.seed)
-        self.models: dict[str, nn.Module] = {
+        llamas = {
             name: build_model(shape, len(tokenizer), self.recipe.head_dim).to(self.device)
             for name, shape in self.recipe.models.items()
         }
-        target = self.models["target"]
-        assert isinstance(target, LlamaForCausalLM)
-        self.target = target
-        self.models["head"] = head.Head(target.config).to(self.device)
+        self.target = llamas["target"]
+        self.head = head.Head(self.target.config).to(self.device)
+        self.models: dict[str, nn.Module] = {**llamas, "head": self.head}
         self.token_loss, self.law_loss = token_loss, law_loss
         if self.device.type == "cuda":
             # Layers of one shape share their code, so compiling them apart takes seconds.
-            for name in self.recipe.models:
-                for layer in self.models[name].model.layers:
+            for model in llamas.values():
+                for layer in model.model.layers:
                     layer.compile(dynamic=False)
             self.token_loss = torch.compile(token_loss, dynamic=False)
             self.law_loss = torch.compile(law_loss, dynamic=False)
@@ -330,9 +222,7 @@ class Trainer:
     @cached_property
     def unroller(self) -> head.Unroller:
         """The target and the head, which begins as the target's last layer."""
-        own = self.models["head"]
-        assert isinstance(own, head.Head)
-        return head.Unroller(self._copy_of_target(torch.float32), own)
+        return head.Unroller(self._copy_of_target(torch.float32), self.head)
 
     @cached_property
     def own_text(self) -> Tensor:
@@ -369,16 +259,15 @@ class Trainer:
         seconds = self.args.seconds
         return seconds is not None and time.monotonic() > self.begun + seconds * ENDS[stage]
 
-    @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")
     def held_out_loss(self, names: tuple[str, ...]) -> dict[str, float]:
         """Nats per token of models on held-out text of all categories."""
         total, batches = dict.fromkeys(names, 0.0), 4
         for index in range(batches):
             window = self.held_out.batch(index, 16, self.recipe.seq_len + 1).to(self.device)
             ids, labels = window[:, :-1].contiguous(), window[:, 1:].flatten()
-            for name in names:
-                total[name] += token_loss(self._logits(self.models[name], ids), labels).item()
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                for name in names:
+                    total[name] += token_loss(self._logits(self.models[name], ids), labels).item()
         return {name: round(loss / batches, 4) for name, loss in total.items()}
 
     def _learning_rate(self, name: str) -> float:
@@ -391,14 +280,16 @@ class Trainer:
         """Trains a stage's models, from a checkpoint where there is one; returns the record."""
         models = {name: self.models[name] for name in STAGES[stage]}
         optimizers = {n: adamw(m, self._learning_rate(n), 0.1) for n, m in models.items()}
-        both = {"models": models, "optimizers": optimizers}
+        stateful: dict[str, Any] = {
+            **models,
+            **{f"{name} optimizer": own for name, own in optimizers.items()},
+        }
         first, share_before, history = 0, 0.0, []
         path = self.work / f"{stage}.checkpoint.pt"
         if path.exists():
             state = torch.load(path, map_location=self.device, weights_only=True)
-            for kind, modules in both.items():
-                for name, module in modules.items():
-                    module.load_state_dict(state[kind][name])
+            for name, part in stateful.items():
+                part.load_state_dict(state[name])
             first, share_before, history = state["step"], state["share"], state["history"]
             print(f"{stage}: going on from step {first}", flush=True)
         begun = saved = time.monotonic()
@@ -418,7 +309,7 @@ class Trainer:
                 print(f"{stage} {step} ({share:.0%}) {figures} {pace:.3f} s a step", flush=True)
             if time.monotonic() - saved > CHECKPOINT_SECONDS:
                 saved = time.monotonic()
-                state = {k: {n: m.state_dict() for n, m in own.items()} for k, own in both.items()}
+                state = {name: part.state_dict() for name, part in stateful.items()}
                 state |= {"step": step + 1, "share": share, "history": history}
                 torch.save(state, path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").replace(path)
@@ -431,10 +322,10 @@ class Trainer:
         records = {}
         for (stage, names), gradients in zip(STAGES.items(), steps, strict=True):
             models = {name: self.models[name] for name in names}
-            record = load_parts(self.work, stage, models)
+            record = load_parts(self.parts, stage, models)
             if record is None:
                 if stage == "head":
-                    head.begin_as_target(self.unroller.head, self.target)
+                    head.begin_as_target(self.head, self.target)
                 record = self._train(stage, gradients)
                 record["parameters"] = {
                     name: sum(p.numel() for p in model.parameters())
@@ -444,7 +335,7 @@ class Trainer:
                     round_weights(model)
                 if stage != "head":
                     record["held_out_loss"] = self.held_out_loss(names)
-                save_parts(self.work, stage, models, record)
+                save_parts(self.parts, stage, models, record)
                 shown = {key: value for key, value in record.items() if key != "history"}
                 print(f"{stage}: {shown}", flush=True)
             records[stage] = record
@@ -463,10 +354,10 @@ class Trainer:
             ends = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
             ends.save_pretrained(out / name)
             self.tokenizer.save_pretrained(out / name)
-        head.publish(self.unroller.head, self.target.config, out / "head")
-        for file in out.glob("*/model.safetensors"):
+        head.publish(self.head, self.target.config, out / "head")
+        for weights in out.glob("*/model.safetensors"):
             # Written readable by its owner alone, which an installed package must not be.
-            file.chmod(0o644)
+            weights.chmod(0o644)
         drafts = {name: name for name in ("small", "medium", "head")}
         pair = {"name": self.args.shape, "target": "target", "drafts": drafts}
         settings = {"shape": self.args.shape, "seed": self.args.seed, "seconds": self.args.seconds}
@@ -477,7 +368,7 @@ class Trainer:
         print(f"published: {out / 'pair.json'}", flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
         prog="python -m spectune.demo.train",
@@ -491,13 +382,14 @@ def main() -> None:
     add("--corpus", type=Path, action="append", default=[], metavar="FOLDER",
         help="site-packages whose source is learned as well; repeatable")  # fmt: skip
     add("--work", type=Path, default=Path("build/demo"), help="what the stages leave")
+    add("--parts", type=Path, help="where the trained weights are (default: --work)")
     add("--out", type=Path, help="where the pair is published")
     add("--until", choices=["corpus", *STAGES], help="the last stage; then nothing is published")
     add("--seconds", type=float, help="end by the clock: the stages take their share of this")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2, help="torch threads, on a CPU")
     add("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     if args.out is None and args.until is None:
         parser.error("say where the pair is published (--out), or the last stage (--until)")
@@ -510,7 +402,7 @@ def main() -> None:
         try:
             Trainer(args).run()
         except ValueError as error:
-            sys.exit(f"error: {error}")
+            parser.error(str(error))
 
 
 if __name__ == "__main__":
