@@ -31,7 +31,8 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix [n, m] as whole numbers, int8 [n, m], and their exponents, int8 [n].
 
     The exponents are the least under which no number exceeds 127, and none is below float16's."""
-    exponent = torch.frexp(weight.abs().amax(1) / 127).exponent.clamp_min(-24)
+    mantissa, exponent = torch.frexp(weight.abs().amax(1) / 127)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp_min(-24)
     return (weight / _scale(exponent)).round().to(torch.int8), exponent.to(torch.int8)
 
 

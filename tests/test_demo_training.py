@@ -14,6 +14,7 @@ from spectune.cli import main
 from spectune.demo import train
 from spectune.demo.batches import pack, read_corpus
 from spectune.demo.corpus import END_OF_TEXT, code_documents, package_documents
+from spectune.demo.parts import load_parts, round_weights, save_parts
 
 HEAD = '{"draft": "head", "window": {"kind": "fixed", "gamma": 3}}'
 
@@ -69,6 +70,22 @@ def test_a_pair_is_trained_by_the_clock_and_published_from_its_parts(
             train.main([*command, "--shape", shape, "--out", str(out)])
         assert refusal.value.code == 2
         assert reason in capsys.readouterr().err
+
+
+def test_rounded_weights_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 4096), torch.nn.LayerNorm(48))
+    before = [weight.detach().clone() for weight in model.parameters()]
+    round_weights(model)
+    after = [weight.detach().clone() for weight in model.parameters()]
+    assert (before[0] - after[0]).abs().amax() <= before[0].abs().amax() / 127
+    save_parts(tmp_path, "target", {"target": model}, {"steps": 7})
+    for weight in model.parameters():
+        torch.nn.init.ones_(weight)
+    assert load_parts(tmp_path, "target", {"target": model}) == {"steps": 7}
+    for weight, rounded in zip(model.parameters(), after, strict=True):
+        assert torch.equal(weight, rounded)
+        assert torch.equal(weight, weight.half().float())
 
 
 def test_whole_packages_are_held_out_with_what_others_copied_of_them(tmp_path: Path) -> None:
