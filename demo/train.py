@@ -144,8 +144,9 @@ class Trainer:
             for model in llamas.values():
                 for layer in model.model.layers:
                     layer.compile(dynamic=False)
-            self.token_loss = torch.compile(token_loss, dynamic=False)
-            self.law_loss = torch.compile(law_loss, dynamic=False)
+            self.token_loss, self.law_loss = torch.compile(token_loss), torch.compile(law_loss)
+            # What does not compile runs as it is.
+            torch._dynamo.config.suppress_errors = True
 
     def _progress(self, stage: str, first: int, share: float) -> Iterator[tuple[int, float]]:
         """Steps of a stage from the ``first``, and the share of it that is over before each."""
@@ -171,7 +172,7 @@ class Trainer:
 
     def _target_step(self, step: int, share: float) -> dict[str, Tensor]:
         """Gradients of the target on a batch of the corpus, at the end of twice the length."""
-        length = self.recipe.seq_len * (2 if share >= 0.9 else 1)
+        length = self.recipe.seq_len * (2 if share >= 0.8 else 1)
         rows = max(1, self.recipe.batch_tokens // length)
         window = self.windows.batch(step, rows, length + 1).to(self.device)
         logits = self._logits(self.target, window[:, :-1].contiguous())
