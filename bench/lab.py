@@ -61,6 +61,8 @@ GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)
 SAMPLINGS = (GREEDY, Sampling(0.7, top_p=0.95, seed=1), SAMPLED)
 WIDTH, DEPTH, GAMMA = 8, 8, 12
 """Of what is recorded: children and levels of trees, tokens of chains."""
+EAGLE_WIDTH = 10
+"""K of EAGLE-2."""
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
 Document = dict[str, Any]
 Item = TypeVar("Item")
@@ -255,12 +257,7 @@ class Lab:
 
     def trace(self) -> ReplayTrace:
         """All that was recorded; what it lacks is read when it is replayed."""
-        drafts = {*self.pair.chain_drafts, *self.pair.models}
-        opened = open_trace(self.store, self.recording, drafts=drafts)
-        trace, here = opened.trace, (self.store, self.pair, self.recording)
-        trace.reader = draft_reader(*here, trace.trajectories, trace.panoramas, opened.ordinals)
-        trace.on_demand = ShortlistedDrafts(*here, opened.ordinals, self.find, few=0)
-        return trace
+        return replayable(self.store, self.pair, self.recording)
 
     def encoded(self, limit: int | None = None) -> Encoded:
         part = replace(self.workload, requests=self.workload.requests[:limit])
@@ -323,6 +320,68 @@ def recorded(
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     spec = PanoramaSpec(drafts, *look)
     return record(store, pair, workload, options, spec, plain, reuse_complete=True).id
+
+
+def replayable(store: TraceStore, pair: LoadedPair, recording: str) -> ReplayTrace:
+    """All that was recorded of the drafts; what it lacks is read when it is replayed."""
+    drafts = store.get_recording(recording).drafts
+    opened = open_trace(store, recording, drafts=drafts)
+    trace, here = opened.trace, (store, pair, recording)
+    trace.reader = draft_reader(*here, trace.trajectories, trace.panoramas, opened.ordinals)
+    trace.on_demand = ShortlistedDrafts(*here, opened.ordinals, fitted(store, pair.id), few=0)
+    return trace
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A recording of the demo workload whose requests are dealt into two halves, by category in
+    turn: artifacts are fitted and baselines chosen on ``fit``, which is also the recording's part
+    that fits read; ``test`` is seen by neither. Both are places in ``trace``, of all requests."""
+
+    pair: LoadedPair
+    store: TraceStore
+    recording: str
+    trace: ReplayTrace
+    fit: list[int]
+    test: list[int]
+
+    @property
+    def find(self) -> Artifacts:
+        return fitted(self.store, self.pair.id)
+
+
+def halves(
+    state: Path,
+    temperature: float,
+    quick: bool = False,
+    *,
+    count: int = 180,
+    verifier: str = "coupled",
+    trees: bool = True,
+) -> Halves:
+    """A recording of ``count`` demo requests of 48 tokens in the state folder's ``halves.db``,
+    begun, gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
+    lookup; with ``trees`` those of every draft, EAGLE-2's default width and :data:`DEPTH` levels,
+    which takes a second a request. Verifier ``rejection`` records acceptance probabilities."""
+    pair, store = demo(), stored(state / "halves.db")
+    options = DecodeOptions(Sampling(temperature, seed=5), 12 if quick else 48, verifier=verifier)
+    look = (GAMMA, EAGLE_WIDTH if trees else 0, DEPTH if trees else 0)
+    workload = requests(12 if quick else count)
+    drafts = pair.draft_names if trees else (*pair.drafts, "ngram")
+    say(f"recording {len(workload.requests)} requests at temperature {temperature:g}")
+    recording = recorded(store, pair, workload, options, drafts, *look)
+
+    def deal(dealt: Sequence[tuple[str, str | None]]) -> list[str]:
+        places: dict[str, int] = {}
+        parts = []
+        for category, _ in dealt:
+            places[category] = places.get(category, -1) + 1
+            parts.append("fc"[places[category] % 2])
+        return parts
+
+    parts = list(store.request_parts(recording, deal).values())
+    fit, test = ([i for i, part in enumerate(parts) if part == half] for half in "fc")
+    return Halves(pair, store, recording, replayable(store, pair, recording), fit, test)
 
 
 def record_engine(
