@@ -90,19 +90,19 @@ def run_parts(
     arguments: Sequence[str],
 ) -> None:
     """A measurement of parts, ``--only`` some of them, each given whether it is to be ``--quick``:
-    then nothing is stored, else the figures are added to those of ``bench/results/NAME.json``."""
+    then nothing is stored, else each part's figures are added to those of
+    ``bench/results/NAME.json`` as it ends."""
     parser = parser_of(about)
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
     options = parser.parse_args(arguments)
     path = RESULTS / f"{name}.json"
-    figures = json.loads(path.read_text()) if path.exists() else {}
     for part in options.only:
-        figures[part] = parts[part](options.quick)
-        print(json.dumps(figures[part]), flush=True)
-    figures["environment"] = environment()
-    if not options.quick:
-        keep(name, figures)
+        made = parts[part](options.quick)
+        print(json.dumps(made), flush=True)
+        if not options.quick:
+            figures = json.loads(path.read_text()) if path.exists() else {}
+            keep(name, {**figures, part: made, "environment": environment()})
 
 
 def say(what: object) -> None:

@@ -6,245 +6,74 @@ Rounds are replayed exactly on requests that no fit and no choice of a baseline 
 at temperature 1. Seconds are composed from three costs: this CPU's measured profile (``cpu``), the
 H100's measured rounds of a pair ballasted to 8B (``h100``, its draft's step for both drafts), and a
 70B target as HeteroSpec's table 6 publishes it (``70b``). A row holds the paper's figure, ours with
-a 95% interval over requests, and a cause. :data:`CLAIMS` has the papers' figures: where a table
-reports several models, the smallest gain is what ours is held against. Recordings and fits are kept
+a 95% interval over requests, and a cause. :data:`evidence.CLAIMS` has the papers' figures: where a
+table reports several models, ours is held against the smallest gain. Recordings and fits are kept
 in ``.acceptance/halves.db``.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from lab import (
-    CATEGORIES,
-    EAGLE_WIDTH,
-    RESULTS,
-    ROOT,
-    Halves,
-    compare,
-    halves,
-    measured,
-    requests,
-    run_parts,
-    say,
+import optuna
+from evidence import (
+    ACCEPTED,
+    EMITTED,
+    ROUNDS,
+    VERIFIED,
+    Document,
+    Interval,
+    best,
+    cells,
+    costs,
+    executed,
+    flat,
+    nodes_at_equal_tau,
+    over,
+    published,
+    recorded,
+    recorded_chains,
+    replayed,
+    row,
+    speedup,
 )
+from lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves, run_parts
 from pairs import chain, fixed
+from sklearn.feature_extraction.text import TfidfVectorizer
 
-from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.fit.c2t import classifier_examples, fit_c2t, train
-from spectune.optimizer.fit.heterospec import fit_heterospec
+from spectune.optimizer.fit.dynaspec import fit_router
+from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
+from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay
-from spectune.optimizer.timings import Timings, finite
-from spectune.runtime.policies.artifacts import CLASSIFIER, Artifacts, Fitted
+from spectune.optimizer.spaces import DraftLimits, Space
+from spectune.runtime.perplexity import log_perplexity
+from spectune.runtime.policies.artifacts import CLASSIFIER, Fitted
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.heterospec import FRACTIONS
-from spectune.traces.cost_table import CostTable
-from spectune.traces.tables import LatencyProfile
 
-Document = dict[str, Any]
-Interval = Sequence[float | None]
-ROUNDS, EMITTED, ACCEPTED, DRAFTED, PASSES, VERIFIED = range(6)
-"""Columns of a replay's counts."""
 DEPTH, TOP_N, ALPHA = 5, 60, 3
 """EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
 DEEPEST = 8
 BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 60)
-RESAMPLES = 400
-
-
-class Claim(NamedTuple):
-    """What a paper says: a title, its figure with its place, and what ours is to be at least, or at
-    most (neither: it cannot be held against a figure)."""
-
-    title: str
-    figure: str
-    least: float | None = None
-    most: float | None = None
-
-
-CLAIMS = {
-    "tau": Claim("tau (target calls: the inverse)", "+3.3 to +8.4% (table 1)", 1.033),
-    "tau 1": Claim("tau (target calls: the inverse)", "+3.6 to +7.7% (table 9)", 1.036),
-    "tokens": Claim("verified tokens", "-7.7 to -16.2% (table 1)", most=0.923),
-    "tokens 1": Claim("verified tokens", "-5.6 to -12.7% (table 9)", most=0.944),
-    "speed": Claim("speed", "+2.3 to +9.1% (table 1)", 1.023),
-    "speed 1": Claim("speed", "+2.6 to +7.5% (table 9)", 1.026),
-    "tuned": Claim("speed, both tuned", "none: no baseline is tuned", 1.0),
-    "executed": Claim("speed, executed", "as replayed"),
-    "deeper": Claim("tau, deeper trees alone", "+7.6 to +18.1% (table 2, code)", 1.076),
-    "pruned": Claim("verified tokens by pruning", "-13.6 to -19.3% (table 2, code)", most=0.864),
-    "kept": Claim("tau kept by pruning", "97.8 to 99.1% (table 2, code)", 0.978),
-    "alpha 2": Claim("speed, alpha 3 over 2", "+1.2 to +2.3% (table 3)", 1.012),
-    "alpha 4": Claim("speed, alpha 3 over 4", "+0.2 to +1.1% (table 3)", 1.002),
-    "domain": Claim("speed out of domain", "+5.3 to +10.8% (table 5)", 1.053),
-    "overhead": Claim("seconds with entropies", "+0.3 to +0.9% (table 6)", most=1.009),
-    "adaedl": Claim("speed over AdaEDL on the tree", "+6 to +22% (table 11)", 1.06),
-    "nodes": Claim("verified tokens at EAGLE-2's tau", "75 to 80% (section 5)", most=0.8),
-    "two": Claim("the same, two features", "90% (table 1)", most=0.9),
-    "hidden": Claim("the same, other hidden sizes", "12 to 48 alike (B.3)", most=0.8),
-    "transfer": Claim("the same, trained on another draft", "73 to 100% (table 2)", most=1.0),
-    "texts": Claim("the same, trained on other texts", "below EAGLE-2's (figure 4)", most=1.0),
-    "cap": Claim("the same, at most 5 a level", "below EAGLE-2's (table 5)", most=1.0),
-    "stops": Claim("verified tokens of chains at a stop's tau", "90 to 92% (table 3)", most=0.92),
-}
-
-
-def row(claim: str, cell: str, ours: Interval, why: str = "") -> Document:
-    """A row of a paper's table."""
-    say(f"{CLAIMS[claim].title}, {cell}: {[x and round(x, 3) for x in ours]}")
-    return {"claim": claim, **CLAIMS[claim]._asdict(), "cell": cell, "ours": ours, "why": why}
 
 
 def main(arguments: Sequence[str]) -> None:
-    run_parts(__doc__, "papers", PARTS, arguments)
+    run_parts(__doc__, "papers", {name: partial(_rows, name) for name in PARTS}, arguments)
 
 
-# ----------------------------------------------------------------------------- recordings and costs
-
-
-@cache
-def recorded(temperature: float, quick: bool) -> Halves:
-    """The halves of a temperature, with trees."""
-    state = ROOT / ".acceptance" / "quick" if quick else ROOT / ".acceptance"
-    state.mkdir(parents=True, exist_ok=True)
-    return halves(state, temperature, quick, count=120 if temperature else 180)
-
-
-def cells(quick: bool) -> Iterator[tuple[Halves, float, str, str]]:
-    """Every recording, its temperature, a draft of its pair, and what they are called."""
-    for temperature in (0.0, 1.0):
-        h = recorded(temperature, quick)
-        for draft in ("medium",) if quick else h.pair.models:
-            yield h, temperature, draft, f"{draft}, temperature {temperature:g}"
-
-
-@cache
-def costs(quick: bool) -> dict[str, LatencyProfile]:
-    """The three costs by name."""
-    h = recorded(0.0, quick)
-    cpu = h.store.profile_of(h.pair.id, None, device="cpu")
-    return {
-        "cpu": cpu or measured(h.store, h.pair, h.recording),
-        "h100": _h100(h.pair.id),
-        "70b": _seventy(h.pair.id),
-    }
-
-
-def _h100(pair_id: str) -> LatencyProfile:
-    """Measured on the H100 (``gpu-nvidia-h100-80gb-hbm3.json``): the target's pass by tokens; a
-    step of the draft, a level of the head; what trees take more, by level and by round."""
-    figures = json.loads((RESULTS / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
-    passes = {r["what"]: r["ms"] / 1e3 for r in figures["passes"]["rows"]}
-    rounds = {r["policy"]: r for r in figures["rounds"]["rows"]}
-    rows = [name for name in passes if name.startswith("pass, tokens")]
-    places = tuple(float(name.split(":")[1]) for name in rows)
-    tree, line = (rounds[name] for name in ("draft, the same tree", "draft, gamma 4"))
-    return published(
-        pair_id,
-        CostTable(tuple(passes[name] for name in rows), ("rows",), (places,)),
-        dict.fromkeys(("small", "medium"), passes["draft's step"])
-        | {"head": passes["level of the head's tree"]},
-        level_s=(tree["draft ms"] - line["draft ms"]) / 4e3,
-        round_s=line["rest ms"] / 1e3,
-        tree_s=(tree["rest ms"] - line["rest ms"]) / 1e3,
-    )
-
-
-def _seventy(pair_id: str) -> LatencyProfile:
-    """HeteroSpec, table 6, Llama 3.3 70B with EAGLE-3 on MT-bench: verification and drafting in
-    10,099 calls (table 1), a call of 8 draft passes. How verification grows with tokens is not
-    published: it is taken as flat."""
-    verify_s, draft_s = 1080.7 / 10099, 133.3 / 10099 / 8
-    steps = dict.fromkeys(("small", "medium", "head"), draft_s)
-    return published(pair_id, CostTable((verify_s,)), steps)
-
-
-def published(
-    pair_id: str,
-    target: CostTable,
-    steps: dict[str, float],
-    *,
-    level_s: float = 0.0,
-    round_s: float = 0.0,
-    tree_s: float = 0.0,
-) -> LatencyProfile:
-    """A profile of constants: each draft's step or head's level; what a level of a draft's tree
-    takes more, a round, and a round with a tree more. Prompts and prompt lookup are free."""
-    terms = {"target": target, "round": CostTable((round_s,))}
-    for draft, step_s in {**steps, "ngram": 0.0}.items():
-        more_s = 0.0 if draft == "head" else level_s
-        terms |= {
-            f"pass/{draft}": CostTable((step_s,)),
-            f"tree round/{draft}": CostTable((tree_s,)),
-        }
-        terms |= {
-            f"{kind}/{draft}": CostTable((more_s,)) for kind in ("top_k", "static", "classifier")
-        }
-        if draft != "head":
-            terms[f"phase/{draft}"] = CostTable((0.0,))
-    return LatencyProfile(pair_id, "published", "float16", terms)
-
-
-# ------------------------------------------------------------------------------ replays and figures
-
-
-def replayed(
-    h: Halves,
-    policy: Policy | Document,
-    profile: LatencyProfile | None = None,
-    *,
-    places: Sequence[int] | None = None,
-    find: Artifacts | None = None,
-) -> Replay:
-    """A policy on some requests, by default the unseen half."""
-    policy = policy if isinstance(policy, Policy) else parse_policy(policy)
-    part = h.trace.select(h.test if places is None else places)
-    return run_replay(part, policy, profile, artifacts=find or h.find)
-
-
-def over(base: npt.NDArray[Any], new: npt.NDArray[Any]) -> list[float | None]:
-    """sum(base) / sum(new) with its 95% interval over requests."""
-    columns = {"base": base[:, None].astype(float), "new": new[:, None].astype(float)}
-    return finite(Timings(columns).ratio("new", "base"))
-
-
-def speedup(h: Halves, policy: Any, base: Any, profile: LatencyProfile, **part: Any) -> Interval:
-    """The speed of one policy over another's."""
-    one, other = (replayed(h, p, profile, **part).seconds for p in (base, policy))
-    return over(one, other)
-
-
-def best(h: Halves, policies: Iterable[Document], profile: LatencyProfile) -> Policy:
-    """The fastest policy on the half that is fitted to."""
-    parsed = [parse_policy(document) for document in policies]
-    return min(parsed, key=lambda p: replayed(h, p, profile, places=h.fit).seconds.sum())
-
-
-def executed(h: Halves, policy: Document, base: Document, quick: bool) -> list[Document]:
-    """A row of the speed of a policy over another, executed on some of the unseen requests, which
-    says what replay at this CPU's costs predicts for these."""
-    places, profile = h.test[: 2 if quick else 12], costs(quick)["cpu"]
-    info, workload = h.store.get_recording(h.recording), requests(max(places) + 1)
-    part = replace(workload, requests=tuple(workload.requests[i] for i in places))
-    options = DecodeOptions(info.sampling, info.max_new_tokens)
-    both = [parse_policy(p) for p in (policy, base)]
-    encoded = encode(h.pair, part, options)
-    timings = compare(h.pair, both, encoded, passes=2, profile=profile, artifacts=h.find).timings
-    ours = finite(timings.ratio(both[0].id, both[1].id))
-    predicted = speedup(h, *both, profile, places=places)
-    cell = f"{both[0].draft}, temperature {info.sampling.temperature:g}, cpu"
-    why = f"{len(places)} requests; replay says {predicted[0]:.3f}"
-    return [row("executed", cell, ours, why)]
+def _rows(part: str, quick: bool) -> list[Document]:
+    """A part's rows, each with the command that makes it."""
+    return [{**r, "command": f"bench/run.py papers --only {part}"} for r in PARTS[part](quick)]
 
 
 # -------------------------------------------------------------------------------------- HeteroSpec
@@ -318,13 +147,18 @@ def _heterospec_ablations(h: Halves, draft: str, artifact: str, quick: bool) -> 
     profiles, new = costs(quick), in_bins(draft, artifact)
     policies = eagle(draft), in_bins(draft, artifact, fractions=(1.0, 1.0, 1.0)), new
     plain, deeper, pruned = (replayed(h, p).counts.T for p in policies)
+    trees = tree_source(h.store, h.recording, draft).trees
+    ranks = bin_rounds(trees, EAGLE_WIDTH, DEPTH, TOP_N, count=STARTS).tcr
+    best_quarter = float((ranks[ranks > 0] <= TOP_N / 4).mean())
     rows = [
+        row("ranks", draft, [best_quarter, None, None]),
         row("deeper", draft, over(plain[ROUNDS], deeper[ROUNDS])),
         row("pruned", draft, over(pruned[VERIFIED], deeper[VERIFIED])),
         row("kept", draft, over(deeper[ROUNDS], pruned[ROUNDS])),
     ]
-    for alpha in (2, 4):
-        speed = speedup(h, new, in_bins(draft, artifact, alpha), profiles["70b"])
+    half = in_bins(draft, artifact, 2, depth=4)
+    for alpha in (1, 3):
+        speed = speedup(h, half, in_bins(draft, artifact, alpha, depth=4), profiles["70b"])
         rows.append(row(f"alpha {alpha}", f"{draft}, 70b", speed))
     for category, source, others in by_category(h, draft):
         bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
@@ -366,30 +200,6 @@ def classified(draft: str, artifact: str, beta: float, depth: int = DEEPEST, **m
     growth = {"kind": "classifier", "width": EAGLE_WIDTH, "cap": EAGLE_WIDTH, "beta": beta}
     growth |= {"artifact": artifact, "score": "probability", **more}
     return {"draft": draft, "window": fixed(depth), "growth": growth}
-
-
-def nodes_at_equal_tau(
-    h: Halves,
-    policy: Document,
-    curve: Sequence[Document],
-    places: Sequence[int] | None = None,
-    find: Artifacts | None = None,
-) -> list[float | None]:
-    """Verified tokens of a policy over those that a curve of policies verifies at the policy's tau,
-    linear between its points; the 95% interval resamples requests. None beyond the curve."""
-    one = replayed(h, policy, places=places, find=find).counts
-    others = [replayed(h, p, places=places).counts for p in curve]
-
-    def ratio(drawn: npt.NDArray[np.int64]) -> float:
-        points = np.array([counts[drawn].sum(0) for counts in (one, *others)], dtype=float)
-        tau, nodes = points[:, EMITTED] / points[:, ROUNDS], points[:, VERIFIED] / points[:, ROUNDS]
-        order = 1 + np.argsort(tau[1:])
-        beyond = {"left": np.nan, "right": np.nan}
-        return float(nodes[0] / np.interp(tau[0], tau[order], nodes[order], **beyond))
-
-    rng, n = np.random.default_rng(0), len(one)
-    drawn = [ratio(rng.integers(0, n, n)) for _ in range(RESAMPLES)]
-    return finite([ratio(np.arange(n)), *np.quantile(drawn, (0.025, 0.975)).tolist()])
 
 
 def tree_curve(draft: str) -> list[Document]:
@@ -470,4 +280,244 @@ def _kept(source: TreeSource, weights: ClassifierWeights) -> str:
     return source.keep(CLASSIFIER, about, DEEPEST, lambda artifact: {}, arrays).artifact
 
 
-PARTS: dict[str, Callable[[bool], Any]] = {"heterospec": heterospec, "c2t": c2t}
+# ------------------------------------------------------------------------- on-the-fly adaptation
+
+
+def analytic(draft: str, gamma_max: int = 8) -> Document:
+    """Method 1, over the last 6 rounds."""
+    return {"draft": draft, "window": {"kind": "analytic", "gamma_max": gamma_max, "history": 6}}
+
+
+def on_the_fly(quick: bool) -> list[Document]:
+    """Method 1 over the window 5, over the best window of the other half, over methods 2 to 4, and
+    as the depth of EAGLE-2's trees."""
+    rows = []
+    for temperature, draft in product((0.0, 1.0), ("small", "medium")):
+        h, at = recorded_chains(temperature, quick), " 1" if temperature else ""
+        for name, profile in costs(quick).items():
+            cell, new = f"{draft}, temperature {temperature:g}, {name}", analytic(draft)
+            windows = [chain(draft, gamma) for gamma in range(1, GAMMA + 1)]
+            kinds = product(("fsm", "cache_fsm", "q_learning"), (5, 6, 7, 8))
+            others = [{"draft": draft, "window": {"kind": k, "gamma_max": g}} for k, g in kinds]
+            rows.append(row(f"window{at}", cell, speedup(h, new, chain(draft, 5), profile)))
+            window = best(h, windows, profile)
+            why = f"chosen on the other half: gamma {window.gamma_max}"
+            rows.append(row("tuned", cell, speedup(h, new, window, profile), why))
+            rows.append(row("methods", cell, speedup(h, new, best(h, others, profile), profile)))
+    h = recorded(0.0, quick)
+    for draft, (name, profile) in product(h.pair.models, costs(quick).items()):
+        new = eagle(draft) | {"window": analytic(draft)["window"]}
+        rows.append(row("adaptive", f"{draft}, {name}", speedup(h, new, eagle(draft), profile)))
+    for draft in ("small", "medium"):
+        rows += executed(h, analytic(draft), chain(draft, 5), quick)
+    return [*rows, *_draft_choice(quick)]
+
+
+WEIGHTS_READ = {"70B, 13B and 7B": (0.1, 0.186), "7B, 1.1B and 560M": (0.08, 0.157)}
+"""What a step of the small and of the medium draft takes of the target's pass where a pass takes as
+long as its weights take to read: the paper's pairs."""
+PROMPTS = 25
+"""Prompts that the paper fits equation 5 to."""
+
+
+def _draft_choice(quick: bool) -> list[Document]:
+    """The paper's rule (section 5): equation 5 from :data:`PROMPTS` prompts to each draft's
+    acceptance by ordinary least squares, then the draft of the largest equation 1."""
+    rows, drafts = [], ("small", "medium")
+    for temperature in (0.0, 1.0):
+        h = recorded_chains(temperature, quick)
+        texts = [t.prompt_ids.tolist() for t in h.trace.trajectories]
+        first, rest = h.fit[:PROMPTS], [*h.fit[PROMPTS:], *h.test]
+        known = np.array([(len(ids), log_perplexity(h.pair.target, ids)) for ids in texts])
+        alphas = np.stack([_acceptance(h, draft) for draft in drafts])
+        for r, (name, shares) in product((4, 8, 16), WEIGHTS_READ.items()):
+            terms = TfidfVectorizer(analyzer=list, max_features=r - 2).fit(
+                [texts[i] for i in first]
+            )
+            u = np.hstack([known, terms.transform(texts).toarray()])
+            z = np.linalg.lstsq(u[first], alphas[:, first].T, rcond=None)[0]
+            alpha = np.clip(u @ z, 0.01, 0.98)[:, :, None]
+            gamma = np.arange(1, 9)
+            speeds = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+            speeds = speeds / (gamma * np.array(shares)[:, None] + 1)
+            picks = speeds.max(2).argmax(1)
+            steps = dict(zip(drafts, shares, strict=True))
+            profile = published(h.pair.id, flat(1.0), steps)
+            policies = [analytic(draft) for draft in drafts]
+            seconds = np.stack(
+                [replayed(h, p, profile, places=range(len(texts))).seconds for p in policies]
+            )
+            single = int(seconds[:, first].sum(1).argmin())
+            chosen = seconds[picks, np.arange(len(texts))][rest]
+            oracle = over(seconds[single, rest], seconds[:, rest].min(0))[0]
+            cell = f"{len(rest)} prompts, {name}, r {r}, temperature {temperature:g}"
+            why = f"alone: {drafts[single]}; a perfect choice {oracle:.3f}"
+            rows.append(row("choice", cell, over(seconds[single, rest], chosen), why))
+    return rows
+
+
+def _acceptance(h: Halves, draft: str) -> np.ndarray:
+    """Single token accuracy of each request, by rounds of one token."""
+    counts = replayed(h, chain(draft, 1), places=range(len(h.trace.trajectories))).counts.T
+    return np.asarray(counts[ACCEPTED] / np.maximum(1, counts[ROUNDS]))
+
+
+# ---------------------------------------------------------------------------------------- DynaSpec
+
+
+def dynaspec(quick: bool) -> list[Document]:
+    """Shortlists of 22% of the vocabulary, greedy, of chains of 5 tokens."""
+    h = recorded(0.0, quick)
+    h = replace(h, test=h.test[: 3 if quick else 60])
+    order = fit_fr_spec(h.store, h.recording, h.pair).artifact
+    rows = []
+    for draft in ("medium",) if quick else h.pair.models:
+        output, where = h.pair.models[draft].output.rows, (h.store, h.recording, h.pair)
+        router = fit_router(*where, draft).artifact
+        size, clusters = round(0.22 * output), round(0.22 * 64)
+        shortlists = {
+            "FR-Spec": {"kind": "frequency", "size": size, "artifact": order},
+            "PA-FR": {"kind": "position_frequency", "k_max": 2 * size, "artifact": order},
+            "as many": {"kind": "clusters", **dict.fromkeys(("k0", "k1", "k_min"), clusters)},
+            "fewer by step": {"kind": "clusters", "k0": 2 * clusters, "k1": clusters, "k_min": 6},
+        }
+        whole = chain(draft, DEPTH)
+        rounds = {"all": replayed(h, whole).counts[:, ROUNDS]}
+        for name, shortlist in shortlists.items():
+            shortlist = {"artifact": router} | shortlist
+            rounds[name] = replayed(h, whole | {"shortlist": shortlist}).counts[:, ROUNDS]
+        for claim, base, new in (
+            ("frequent", "all", "FR-Spec"),
+            ("full", "all", "fewer by step"),
+            ("routed", "FR-Spec", "as many"),
+            ("decayed", "as many", "fewer by step"),
+            ("decayed order", "FR-Spec", "PA-FR"),
+        ):
+            rows.append(row(claim, f"{draft}, chain of 5", over(rounds[base], rounds[new])))
+    return rows
+
+
+# ----------------------------------------------------------------------------- verifier, our score
+
+
+def verifier(quick: bool) -> list[Document]:
+    """Coupled against rejection at temperature 1, the coupled score over EAGLE-2's, and how certain
+    the drafts are of what is accepted."""
+    rows: list[Document] = []
+    coupled, rejection = recorded(1.0, quick), recorded_chains(1.0, quick)
+    rejection = replace(rejection, test=coupled.test, fit=coupled.fit)  # the same prompts
+    for draft in ("small", "medium"):
+        for gamma in (2, 4, 6):
+            one, other = (replayed(h, chain(draft, gamma)).counts.T for h in (rejection, coupled))
+            ours = over(*(c[ROUNDS] / c[EMITTED] for c in (one, other)))
+            rows.append(row("coupled", f"{draft}, gamma {gamma}", ours))
+    for name, profile in costs(quick).items():
+        windows = [chain(d, g) for d in ("small", "medium") for g in range(1, GAMMA + 1)]
+        grid = [p for draft in coupled.pair.models for p in (*eagles(draft), *sharp(draft))]
+        policies = best(rejection, windows, profile), best(coupled, windows + grid, profile)
+        one, other = (
+            replayed(h, p, profile) for h, p in zip((rejection, coupled), policies, strict=True)
+        )
+        ours = over(*(r.seconds / r.counts[:, EMITTED] for r in (one, other)))
+        why = f"{policies[1].label()} over {policies[0].label()}"
+        rows.append(row("verified", name, ours, why))
+    for h, _, draft, cell in cells(quick):
+        for new in sharp(draft, (12, 24)):
+            share = nodes_at_equal_tau(h, new, tree_curve(draft))
+            rows.append(row("sharp", f"{cell}, N {new['select']['top_n']}", share))
+    rows += [_certainty(recorded(0.0, quick), draft) for draft in ("small", "medium")]
+    return rows
+
+
+def sharp(draft: str, sizes: Sequence[int] = SIZES) -> list[Document]:
+    """Trees by our score: a softmax of gaps, sharpened."""
+    growth = {"kind": "top_k", "width": EAGLE_WIDTH, "score": "coupled", "sharpness": 3.0}
+    return [eagle(draft, top_n, DEEPEST, growth=growth) for top_n in sizes]
+
+
+def _certainty(h: Halves, draft: str) -> Document:
+    """How often the first choice of a draft model is the text, over its mean probability."""
+    hits, sure = [], []
+    for i in h.test:
+        panorama = h.trace.panoramas[draft][i]
+        trie, n = panorama.trie, panorama.positions
+        hits.append((trie.text_slot[:n] == 0).sum())
+        sure.append(np.exp(-trie.logp[:n, 0].astype(float) / 256).sum())
+    mean = np.sum(sure) / sum(h.trace.panoramas[draft][i].positions for i in h.test)
+    return row(
+        "certain",
+        f"{draft}, temperature 0",
+        over(np.array(hits), np.array(sure)),
+        f"mean {mean:.2f}",
+    )
+
+
+# -------------------------------------------------------------------------------------------- joint
+
+
+def joint(quick: bool) -> list[Document]:
+    """One search over all mechanisms on the half that is fitted to: its best combination over its
+    best policy of one paper, and what was chosen over the best in hindsight, on the unseen half."""
+    rows = []
+    for temperature, (name, profile) in product((0.0, 1.0), costs(quick).items()):
+        h = recorded(temperature, quick)
+        limits = {}
+        for draft in h.pair.models:
+            source = tree_source(h.store, h.recording, draft)
+            bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
+            fits = {"stratify": (bins.artifact,)}
+            fits["classifier"] = (fit_c2t(source, width=EAGLE_WIDTH).artifact,)
+            limits[draft] = DraftLimits(EAGLE_WIDTH, DEEPEST, fits=fits)
+        space = Space((*h.pair.models, "ngram"), GAMMA, limits)
+        part = h.trace.select(h.fit)
+        part.reader = None  # what lacks distributions is left out
+        study = search(part, profile, space, trials=8 if quick else 120, artifacts=h.find)
+        groups: dict[str, list[Policy]] = {"one": [], "several": []}
+        for trial in study.trials:
+            count = len(mechanisms(trial.policy))
+            if count:
+                groups["one" if count == 1 else "several"].append(trial.policy)
+        cell, both = (
+            f"temperature {temperature:g}, {name}",
+            (groups["several"][0], groups["one"][0]),
+        )
+        why = f"{both[0].label()} over {both[1].label()}"
+        rows.append(row("together", cell, speedup(h, *both, profile), why))
+        chosen = study.best()
+        assert chosen is not None
+        sampled = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+        turns = space.turns()
+        random = [space.suggest(sampled.ask(), *turns[i % len(turns)]) for i in range(100)]
+        rivals = [t.policy for t in study.trials[:20]] + random
+        unseen = h.trace.select(h.test)
+        unseen.reader = None
+        seconds = [
+            run_replay(unseen, p, profile, artifacts=h.find, approximate=True).seconds
+            for p in (chosen.policy, *rivals)
+        ]
+        ours = over(min(seconds[1:], key=np.sum), seconds[0])
+        rows.append(row("regret", cell, ours, chosen.policy.label()))
+    return rows
+
+
+def mechanisms(policy: Policy) -> set[str]:
+    """What of the papers a policy uses, and our score."""
+    used = {
+        "on the fly": policy.window.kind in ("analytic", "fsm", "cache_fsm", "q_learning"),
+        "AdaEDL": policy.stop.kind != "none",
+        "EAGLE-2": policy.growth.kind == "top_k" and policy.stratify is None,
+        "HeteroSpec": policy.stratify is not None,
+        "C2T": policy.growth.kind == "classifier",
+        "coupled score": getattr(policy.growth, "score", "") == "coupled",
+    }
+    return {name for name, is_used in used.items() if is_used}
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "heterospec": heterospec,
+    "c2t": c2t,
+    "dynaspec": dynaspec,
+    "on_the_fly": on_the_fly,
+    "verifier": verifier,
+    "joint": joint,
+}

@@ -296,6 +296,81 @@ def temperatures() -> list[str]:
     return ["## Temperatures above 0, over three workloads", "", *table(columns, rows)]
 
 
+# ------------------------------------------------------------------------------------------ papers
+
+PAPERS = {
+    "heterospec": "HeteroSpec",
+    "c2t": "C2T",
+    "dynaspec": "DynaSpec",
+    "on_the_fly": "On-the-fly adaptation",
+    "verifier": "The verifier, and our own score",
+    "joint": "All of them together",
+}
+DRAFTS = ("small", "medium", "head")
+PAPERS_ABOUT = (
+    "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
+    "intervals (95%) are over requests and do not hold the error of costs. Costs: `cpu`, this "
+    "machine's measured profile; `h100`, measured rounds of a pair ballasted to 8B; `70b`, a 70B "
+    "target as HeteroSpec's table 6 publishes it. The verdict holds the unfavourable end of ours "
+    "against the smallest gain that the paper's table has. Ratios; below 1 is a loss, of verified "
+    "tokens and seconds a gain."
+)
+
+
+def papers() -> list[str]:
+    """A table for each paper: its figure, ours by draft with interval and verdict, and a cause."""
+    figures = load("papers")
+    lines = ["## The papers", "", PAPERS_ABOUT, ""]
+    for part, title in PAPERS.items():
+        rows = figures.get(part, [])
+        if rows:
+            command = f"`python {rows[0]['command']}`"
+            lines += [f"### {title}", "", f"{command}, {len(rows)} figures.", "", *_paper(rows)]
+    return lines
+
+
+def _paper(rows: Sequence[Figures]) -> list[str]:
+    """The table of a paper, its rows of one claim and place side by side by draft."""
+    groups: dict[tuple[str, str, str], dict[str, Figures]] = {}
+    for r in rows:
+        draft, _, place = r["cell"].partition(", ")
+        if draft not in DRAFTS:
+            draft, place = "", r["cell"]
+        groups.setdefault((r["title"], r["figure"], place), {})[draft] = r
+    drafts = [d for d in ("", *DRAFTS) if any(d in group for group in groups.values())]
+    body = []
+    for key, group in groups.items():
+        cells = [_beside(group[d]) if d in group else "" for d in drafts]
+        body.append((*key, *cells, "; ".join(dict.fromkeys(_causes(group)))))
+    names = [d or "all drafts" for d in drafts]
+    return table(("claim", "paper", "where", *names, "cause"), body)
+
+
+def _beside(r: Figures) -> str:
+    """Ours, and its verdict."""
+    value, *ends = r["ours"]
+    if value is None:
+        return "beyond the baseline's curve"
+    shown = f"{value:.3f}"
+    shown += f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else ""
+    return f"{shown}, {paper_verdict(r)}"
+
+
+def paper_verdict(r: Figures) -> str:
+    """Of a row of :mod:`papers`."""
+    low, high = r["ours"][1:]
+    if r["least"] is not None:
+        return at_least((low, high), r["least"])
+    return "not comparable" if r["most"] is None else at_most((low, high), r["most"])
+
+
+def _causes(group: dict[str, Figures]) -> Iterable[str]:
+    same = len({r["why"] for r in group.values()}) == 1
+    for draft, r in group.items():
+        if r["why"]:
+            yield r["why"] if same or not draft else f"{draft}: {r['why']}"
+
+
 # --------------------------------------------------------------------------------------------- GPU
 
 
@@ -378,7 +453,7 @@ def results() -> str:
     )
     lines = ["# Results", "", about, "", *checks(), *closed_forms()]
     newest, before = on_gpu()
-    lines += ["## On a GPU", "", *newest, *before, "", *gpu_parts()]
+    lines += [*papers(), "## On a GPU", "", *newest, *before, "", *gpu_parts()]
     lines += [*loads(), *nulls(), *searches(), *speeds(), *temperatures()]
     return "\n".join(lines).rstrip() + "\n"
 

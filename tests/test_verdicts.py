@@ -44,6 +44,35 @@ def test_only_the_unfavourable_end_of_an_interval_meets_a_target(
     assert verdicts.at_most(mirrored, -target) == verdict
 
 
+@pytest.mark.parametrize(
+    ("ours", "bar", "verdict"),
+    [
+        ([1.043, 1.034, 1.056], {"least": 1.033, "most": None}, "met"),
+        ([1.043, 1.030, 1.056], {"least": 1.033, "most": None}, "not shown"),
+        ([0.90, 0.88, 0.92], {"least": None, "most": 0.923}, "met"),
+        ([0.97, 0.95, 0.98], {"least": None, "most": 0.923}, "**not met**"),
+        ([0.81, None, None], {"least": None, "most": 0.8}, "not shown"),
+        ([0.81, 0.80, 0.82], {"least": None, "most": None}, "not comparable"),
+    ],
+)
+def test_a_papers_figure_is_met_by_the_unfavourable_end_of_ours(
+    bench: Any, ours: list[float | None], bar: dict[str, float | None], verdict: str
+) -> None:
+    report, _ = bench
+    assert report.paper_verdict({"ours": ours, **bar}) == verdict
+
+
+def test_every_figure_of_a_paper_says_where_it_is_from(bench: Any) -> None:
+    report, _ = bench
+    for part, rows in report.load("papers").items():
+        for r in rows if part in report.PAPERS else ():
+            assert r["figure"]
+            assert r["cell"]
+            assert r["command"].endswith(part)
+            value, low, high = r["ours"]
+            assert low is None or high is None or low <= value <= high, r
+
+
 def test_an_error_is_within_its_bar_only_where_its_interval_is(bench: Any) -> None:
     """A median of 2% over four policies of 1 to 20% is no proof of 3%."""
     report, verdicts = bench
