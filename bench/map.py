@@ -1,0 +1,541 @@
+"""What pays where: which mechanism is fastest by draft cost, slope of verification, temperature,
+batch and recording.
+
+    python bench/run.py map [--quick] [--only replay executed]
+
+A cell of the grid prices recorded rounds by two numbers, both as parts of the target's pass over
+one token: what a pass of the draft takes, and what every further token of a pass takes (of either
+model, at any batch). Rounds do not depend on prices unless a window reads them, so a policy is
+replayed once, and a cell is a sum over stored counts. Cells of named hardware replay with its
+profile. In each cell the best policy of every mechanism is chosen on the requests of the fit half
+and compared on the others, with 95% intervals over requests (bootstrap). What is counted is
+decoding; prompts are not. Several requests at a time are served by the serving simulator, which has
+chains alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lab
+import numpy as np
+import torch
+from ballast import Shape, build
+from lab import (
+    CATEGORIES,
+    GAMMA,
+    RESULTS,
+    ROOT,
+    Halves,
+    compare,
+    environment,
+    halves,
+    parser_of,
+    say,
+)
+from map_costs import Floats, cpu_profile, flat, grid_profile, named, price
+from pairs import fixed, top_k
+
+from spectune.engines.protocol import Load
+from spectune.engines.rules import RULES
+from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.optimizer.fit.tuning import fit_drafts
+from spectune.optimizer.record import whole_texts
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.serving import serve
+from spectune.optimizer.simulate.step_costs import StepCosts, Surface, step_costs
+from spectune.optimizer.simulate.tree_tables import ABSENT
+from spectune.optimizer.spaces import DraftLimits
+from spectune.runtime.loading import LoadedPair, load_pair
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling import measure_profile
+from spectune.traces.tables import LatencyProfile
+
+DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2)
+SLOPES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
+BATCHES = (8, 32)
+TEMPERATURES = (0.0, 1.0)
+GAMMAS = tuple(range(9))
+"""Tokens of the chains that are served."""
+UNRECORDED = 0.05
+TIE = 0.01
+"""Relative difference on the fit half up to which the simpler mechanism is taken."""
+RESAMPLES, RESERVED = 1000, 100
+"""Draws of requests behind an interval: of replays, and of served loads."""
+SHARE = 4
+"""Shortlists keep one in so many tokens, about DynaSpec's 22%."""
+LISTED = ["head"]
+"""Drafts whose shortlists are recorded, at temperature 0: that takes longer than all else."""
+SHORTLISTED = ((2, 8), (4, 24), (6, 60))
+"""Levels and nodes of trees, 8 wide, under shortlists."""
+ADAPTIVE: tuple[dict[str, Any], ...] = (
+    {"kind": "fsm", "gamma_max": 8},
+    {"kind": "cache_fsm", "gamma_max": 8},
+    {"kind": "q_learning", "gamma_max": 8, "seed": 1},
+    {"kind": "analytic", "gamma_max": 8},
+    {"kind": "analytic", "gamma_max": 8, "history": 16, "estimator": "exact"},
+)
+STOPS: tuple[dict[str, Any], ...] = (
+    *({"kind": "max_prob", "threshold": t} for t in (0.2, 0.4, 0.6)),
+    *({"kind": "joint_prob", "threshold": t} for t in (0.1, 0.3)),
+)
+MECHANISMS = (
+    "nothing", "chain", "window", "shortlist", "tree", "own score", "bins", "classifier", "two",
+)  # fmt: skip
+"""From simple to elaborate. ``window`` (on the fly), ``shortlist`` (FR-Spec, DynaSpec), ``bins``
+(HeteroSpec) and ``classifier`` (C2T) are the papers', over chains or trees; ``two``: of two of
+them; ``own score``: trees that rank nodes by the coupled score with sharpness 3."""
+
+
+# ---------------------------------------------------------------------------------------- policies
+
+
+def papers_of(policy: Policy) -> list[str]:
+    """The papers whose mechanism a policy has."""
+    blocks = {
+        "window": policy.window.kind not in ("fixed", "heuristic"),
+        "shortlist": policy.shortlisted,
+        "bins": policy.stratify is not None,
+        "classifier": policy.growth.kind == "classifier",
+    }
+    return [name for name, has in blocks.items() if has]
+
+
+def mechanism(policy: Policy) -> str:
+    """Which of :data:`MECHANISMS` a policy is."""
+    papers = papers_of(policy)
+    if papers:
+        return papers[0] if len(papers) == 1 else "two"
+    if getattr(policy.growth, "score", "") == "coupled":
+        return "own score"
+    return "tree" if policy.is_tree else "chain" if policy.speculates else "nothing"
+
+
+def policies_of(draft: str, limits: DraftLimits, longest: int) -> list[Policy]:
+    """What competes with one draft: each mechanism in many sizes, and two of them together."""
+    documents: list[dict[str, Any]] = [
+        {"draft": draft, "window": fixed(g + 1)} for g in range(longest)
+    ]
+    windows = [{"draft": draft, "window": window} for window in ADAPTIVE]
+    if draft == "ngram":
+        return [AUTOREGRESSIVE, *map(parse_policy, documents + windows)]
+    documents += [{"draft": draft, "window": fixed(8), "stop": stop} for stop in STOPS]
+    sizes = [
+        (w, d, n) for w in (8, 10) for d in (2, 4, 6, 8) for n in (4, 8, 12, 24, 40, 60) if d <= n
+    ]  # fmt: skip
+    documents += [top_k(draft, *size) for size in sizes]
+    own = {"kind": "top_k", "width": 8, "score": "coupled", "sharpness": 3.0}
+    documents += [{**top_k(draft, *size), "growth": own} for size in sizes[: len(sizes) // 2]]
+    documents += [
+        {"draft": draft, "growth": {"kind": "static", "paths": paths}}
+        for paths in limits.fits.get("static", ())
+    ]
+    bins = [
+        {**top_k(draft, 8, d, n), "stratify": {"artifact": a, "alpha": alpha, "fractions": f}}
+        for a in limits.fits.get("stratify", ()) for d in (3, 5) for n in (12, 24, 60)
+        for alpha in (1, 3) for f in ([0.3, 0.6, 1.0], [0.5, 0.8, 1.0])
+    ]  # fmt: skip
+    classifiers = [
+        {"draft": draft, "window": fixed(g), "growth": {
+            "kind": "classifier", "artifact": a, "beta": beta, "width": w, "cap": w}}
+        for a in limits.fits.get("classifier", ()) for beta in (0.5, 0.6, 0.7)
+        for w in (1, 8) for g in (4, 6, 8)
+    ]  # fmt: skip
+    windows += [{**top_k(draft, 8, 8, n), "window": w} for n in (12, 24, 60) for w in ADAPTIVE]
+    k = max(1, limits.clusters // SHARE)
+    kinds = {
+        "frequency": {"size": limits.rows // SHARE},
+        "clusters": {"k0": k, "k1": k, "k_min": k},
+    }
+    lists = [
+        {"shortlist": {"kind": kind, "artifact": a, **size}}
+        for kind, size in kinds.items() for a in limits.fits.get(kind, ())
+    ]  # fmt: skip
+    listed = [{**top_k(draft, 8, d, n), **one} for one in lists for d, n in SHORTLISTED]
+    adaptive = {"window": ADAPTIVE[3]}
+    both = [{**d, **adaptive} for d in (*bins[::4], *classifiers[1::3], *listed[::3])]
+    both += [
+        {**c, "select": {"top_n": 24}, "stratify": b["stratify"]}
+        for b in bins[:4] for c in classifiers[3::6]
+    ]  # fmt: skip
+    return [
+        AUTOREGRESSIVE,
+        *map(parse_policy, [*documents, *windows, *bins, *classifiers, *listed, *both]),
+    ]
+
+
+# ------------------------------------------------------------------------------------------- cells
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A draft's policies on a recording, each replayed once. ``counts`` [policies, requests, 5]:
+    rounds, drafted tokens, passes, further rows of passes, and passes by the part of the output
+    head that each evaluates. Policies are left out that read unrecorded distributions in more than
+    :data:`UNRECORDED` of their rounds; in the others' those have no children."""
+
+    halves: Halves
+    draft: str
+    rows: int
+    policies: list[Policy]
+    counts: Floats
+    left_out: list[str]
+
+    @classmethod
+    def of(cls, h: Halves, draft: str, limits: DraftLimits) -> Drafted:
+        rows, longest = limits.rows or 1, 8 if draft == "head" else 12
+        further = flat(h.pair.id, draft, rows, {"pass": (0.0, 1.0)})
+        heads = flat(h.pair.id, draft, rows, {"head": (0.0, 1.0)})
+        policies, counts, left_out = [], [], []
+        for policy in policies_of(draft, limits, longest):
+            options = {"artifacts": h.find, "approximate": True}
+            replay = run_replay(h.trace, policy, further, **options)
+            if replay.missing > UNRECORDED * replay.total.rounds:
+                left_out.append(policy.label())
+                continue
+            evaluated = run_replay(h.trace, policy, heads, **options).seconds
+            policies.append(policy)
+            columns = (*replay.counts[:, [0, 3, 4]].T, replay.seconds, evaluated)
+            counts.append(np.stack(columns, axis=1))
+        return cls(h, draft, rows, policies, np.array(counts, np.float64), left_out)
+
+    def grid_seconds(self, cost: float, slope: float) -> Floats:
+        """Of every policy and request in a cell of the grid, [policies, requests]."""
+        seconds = self.counts @ price(self.draft, cost, slope)
+        profile = grid_profile(self.halves.pair.id, self.draft, self.rows, cost, slope)
+        for n, policy in enumerate(self.policies):
+            if policy.needs_profile:
+                seconds[n] = self._replay(policy, profile)
+        return seconds
+
+    def seconds(self, profile: LatencyProfile) -> Floats:
+        """The same by a profile."""
+        return np.array([self._replay(policy, profile) for policy in self.policies])
+
+    def _replay(self, policy: Policy, profile: LatencyProfile) -> Floats:
+        options = {"artifacts": self.halves.find, "approximate": True}
+        return run_replay(self.halves.trace, policy, profile, **options).seconds
+
+
+def times_as_fast(one: Floats, other: Floats, size: int | None = None) -> list[float]:
+    """How many times as fast, of seconds by request, and its 95% interval over draws of ``size``
+    requests (None: as many as there are)."""
+    rng, n = np.random.default_rng(0), len(one)
+    draws = rng.multinomial(size or n, np.full(n, 1 / n), RESAMPLES)
+    ends = np.quantile((draws @ other) / (draws @ one), (0.025, 0.975))
+    return [round(float(x), 4) for x in (other.sum() / one.sum(), *ends)]
+
+
+def judged(
+    seconds: Floats, h: Halves, policies: Sequence[Policy], requests: set[int]
+) -> dict[str, Any]:
+    """A cell: the winner, by how much over the best tuned chain and over nothing, and two papers
+    together over the best of one. The ``verdict`` is the winner where it is faster than the best
+    chain beyond noise, else that chain, or nothing where that is not faster than no speculation;
+    ``speed`` is the verdict's over nothing. ``seconds`` [policies, requests]; ratios are of speeds
+    on the half that chose nothing, with 95% intervals."""
+    fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
+    best: dict[str, int] = {}
+    for n in np.argsort(-seconds[:, fit].sum(1), kind="stable"):
+        best[mechanism(policies[n])] = int(n)
+    speeds = {name: 1 / seconds[n, fit].sum() for name, n in best.items()}
+    fastest = max(speeds.values())
+    winner = next(m for m in MECHANISMS if speeds.get(m, 0.0) >= fastest * (1 - TIE))
+
+    def ratio(one: str, other: str) -> list[float]:
+        return times_as_fast(*(seconds[best[m]][test] for m in (one, other)))
+
+    base = "chain" if ratio("chain", "nothing")[1] > 1 else "nothing"
+    pays = winner not in (base, "chain", "nothing") and ratio(winner, base)[1] > 1
+    found: dict[str, Any] = {
+        "winner": winner,
+        "policy": policies[best[winner]].label(),
+        "over_chain": ratio(winner, "chain"),
+        "over_nothing": ratio(winner, "nothing"),
+        "chain": policies[best["chain"]].label(),
+        "verdict": winner if pays else base,
+        "speed": ratio(winner if pays else base, "nothing"),
+    }
+    if "two" in speeds:
+        single = [m for m in ("window", "shortlist", "bins", "classifier") if m in speeds]
+        alone = max(single, key=lambda m: speeds[m])
+        found["two"] = [policies[best["two"]].label(), *ratio("two", alone)]
+    return found
+
+
+def categories(h: Halves) -> dict[str, set[int]]:
+    """The requests of each category, and of all."""
+    of = [t.category for t in h.trace.trajectories]
+    return {
+        **{name: {i for i, c in enumerate(of) if c == name} for name in CATEGORIES},
+        "all": set(range(len(of))),
+    }
+
+
+# ---------------------------------------------------------------------------- many requests at once
+
+
+def servable(h: Halves) -> ReplayTrace:
+    """The recording as the serving simulator reads it: a head's chains as what it copies."""
+    trace = h.trace.select(range(len(h.trace.trajectories)))
+    policy = parse_policy({"draft": "head", "window": fixed(GAMMAS[-1])})
+    rules = prepare(policy, ["head"]).rules
+    assert rules is not None
+    rank = trace.growth(policy, rules).rank[:, GAMMAS[-1] - 1]
+    kept = np.cumprod(rank != ABSENT, axis=1).sum(1)
+    copies = np.stack([np.full(len(kept), GAMMAS[-1]), kept]).astype(np.uint8)
+    trace.copies = {"head": copies}
+    return trace
+
+
+def steps_of(
+    trace: ReplayTrace, draft: str, gamma: int, batch: int, order: Sequence[int], costs: StepCosts
+) -> tuple[Floats, float]:
+    """What the steps of ``batch`` clients' requests hold, [4] (steps, further rows of the target's
+    passes, passes of the draft, further rows of these), and their seconds. Without waits the steps
+    do not depend on costs."""
+    rules = RULES["vllm"]._replace(max_num_seqs=batch, reply_s=0.0)
+    count = max(len(order), 3 * batch)
+    load, part = Load(clients=batch), trace.select(order)
+    served = serve(part, draft, [gamma] * (batch + 1), load, rules, costs, count=count)
+    size, rows, _, _, passes = served.steps.T.astype(np.float64)
+    counts = [len(size), np.maximum(0, rows - 1).sum(), passes.sum(), (passes * (size - 1)).sum()]
+    return np.array(counts), float(served.ends_s[-1])
+
+
+FREE = StepCosts(*[Surface(np.zeros(1), np.zeros(1), np.zeros((1, 1)))] * 5)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Chains of a draft under a load, on the fit half [gammas, n] and on draws of the other
+    [draws, gammas, n]: of n = 4 counts (:func:`steps_of`), or of n = 1, seconds."""
+
+    fit: Floats
+    draws: Floats
+
+    @classmethod
+    def of(
+        cls,
+        h: Halves,
+        trace: ReplayTrace,
+        draft: str,
+        batch: int,
+        requests: set[int],
+        profile: LatencyProfile | None = None,
+    ) -> Served:
+        rng = np.random.default_rng(0)
+        fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
+
+        def serve_all(order: Sequence[int]) -> list[Floats]:
+            costs = [FREE] * len(GAMMAS)
+            if profile is not None:
+                costs = [step_costs(profile, draft if gamma else "") for gamma in GAMMAS]
+            each = [
+                steps_of(trace, draft, g, batch, order, c)
+                for g, c in zip(GAMMAS, costs, strict=True)
+            ]
+            return [np.array([s]) if profile else counts for counts, s in each]
+
+        orders = [test, *(rng.choice(test, len(test)) for _ in range(RESERVED))]
+        return cls(np.array(serve_all(fit)), np.array([serve_all(order) for order in orders]))
+
+    def cell(self, prices: Floats) -> dict[str, Any]:
+        """The best window on the fit half, how much faster it is than nothing on the other, and
+        that trees have no runtime."""
+        best = int(np.argmin(self.fit @ prices))
+        drawn = (self.draws[:, 0] @ prices) / (self.draws[:, best] @ prices)
+        ends = np.quantile(drawn[1:], (0.025, 0.975))
+        speed = [round(float(x), 4) for x in (drawn[0], *ends)]
+        pays = speed[1] > 1
+        return {
+            "policy": f"fixed(gamma={GAMMAS[best]})",
+            "verdict": "chain" if pays else "nothing",
+            "speed": speed if pays else [1.0, 1.0, 1.0],
+            "trees": "no runtime",
+        }
+
+
+# ------------------------------------------------------------------------------------------ the map
+
+
+def recording(state: Path, temperature: float, quick: bool) -> Halves:
+    """The demo requests at a temperature: 180, or 120 where sampled."""
+    return halves(state, temperature, quick, count=120 if temperature else 180)
+
+
+def replayed(state: Path, quick: bool) -> dict[str, Any]:
+    """All cells."""
+    cells: list[dict[str, Any]] = []
+    hardware: dict[str, Any] = {}
+    left_out: dict[str, int] = {}
+    for temperature in TEMPERATURES:
+        h = recording(state, temperature, quick)
+        models = list(h.pair.models)
+        listed = [] if temperature else LISTED
+        limits = fit_drafts(h.store, h.pair, h.recording, models, fixed=listed, routed=listed)
+        groups, every, trace = categories(h), [*named(h)], servable(h)
+        for draft in (*models, "ngram"):
+            say(f"temperature {temperature:g}, {draft}")
+            drafted = Drafted.of(h, draft, limits.get(draft, DraftLimits()))
+            left_out[f"{draft}, temperature {temperature:g}"] = len(drafted.left_out)
+            costs = [(0.0, s) for s in SLOPES] if draft == "ngram" else [
+                (c, s) for c in DRAFT_COSTS for s in SLOPES
+            ]  # fmt: skip
+            of_hardware = [one for one in every if draft in one.drafts]
+            about = {"temperature": temperature, "draft": draft}
+            seconds: list[tuple[dict[str, Any], Floats]] = [
+                ({**about, "draft_cost": c, "slope": s}, drafted.grid_seconds(c, s))
+                for c, s in costs
+            ]
+            for one in of_hardware:
+                hardware[one.name] = {
+                    "label": one.label,
+                    "source": one.source,
+                    "place": one.place(),
+                }
+                seconds.append(({**about, "hardware": one.name}, drafted.seconds(one.profile)))
+            for category, requests in groups.items():
+                for key, each in seconds:
+                    cell = judged(each, h, drafted.policies, requests)
+                    cells.append({**key, "batch": 1, "category": category, **cell})
+            for batch in BATCHES:
+                for category, requests in groups.items():
+                    served = Served.of(h, trace, draft, batch, requests)
+                    for c, s in costs:
+                        key = {**about, "draft_cost": c, "slope": s, "batch": batch}
+                        prices = np.array([1.0, s, c, c * s])
+                        cells.append({**key, "category": category, **served.cell(prices)})
+                for one in of_hardware:
+                    if "step" in one.profile.terms:
+                        key = {**about, "hardware": one.name, "batch": batch, "category": "all"}
+                        served = Served.of(h, trace, draft, batch, groups["all"], one.profile)
+                        cells.append({**key, **served.cell(np.ones(1))})
+    return {"hardware": hardware, "left_out": left_out, "cells": cells}
+
+
+# ---------------------------------------------------------------------------------------- executed
+
+
+EXECUTED = ((0.0, "medium", "code"), (0.0, "head", "math"), (1.0, "medium", "math"))
+"""Temperature, draft and category of the demo pair's cells that are executed."""
+BALLAST = {
+    "target": Shape(512, 8, 2048, 16, 8),
+    "small": Shape(128, 5, 320, 8, 4),
+    "head": Shape(512, 1, 2048, 16, 8),
+}
+
+
+def executed(state: Path, quick: bool) -> dict[str, Any]:
+    """Cells of this machine executed on requests that chose nothing: of the demo pair, and of one
+    with ballast (the same texts at other costs); and what tunings executed on an H100. Predicted
+    intervals are of draws of as many requests as were executed."""
+    rows = []
+    for temperature, draft, category in EXECUTED:
+        h = recording(state, temperature, quick)
+        rows += _executed(h, h.pair, cpu_profile(h), draft, category, quick)
+    h = recording(state, 0.0, quick)
+    with TemporaryDirectory() as folder:
+        pair = load_pair(read_pair(str(build(Path(folder), BALLAST, "cpu", torch.float32))))
+        texts = whole_texts(h.trace.trajectories)
+        profile = measure_profile(pair, gamma_max=GAMMA, most=2, texts=texts)
+        for draft in pair.drafts:
+            rows += _executed(h, pair, profile, draft, "code", quick)
+    return {"rows": rows + _on_h100(h)}
+
+
+def _row(
+    cell: str, policy: str, beside: str, predicted: list[float], share: float
+) -> dict[str, Any]:
+    """A policy's speed over another's."""
+    inside = predicted[1] <= share <= predicted[2]
+    about = {"cell": cell, "policy": policy, "beside": beside}
+    return {**about, "predicted": predicted, "executed": round(share, 4), "inside": inside}
+
+
+def _executed(
+    h: Halves, pair: LoadedPair, profile: LatencyProfile, draft: str, category: str, quick: bool
+) -> list[dict[str, Any]]:
+    """A cell's winner beside its best chain and nothing, executed in turns, prompts included."""
+    limits = fit_drafts(h.store, h.pair, h.recording, [draft], fixed=(), routed=())[draft]
+    drafted, requests = Drafted.of(h, draft, limits), categories(h)[category]
+    seconds, test = drafted.seconds(profile), [i for i in h.test if i in requests]
+    cell = judged(seconds, h, drafted.policies, requests)
+    labels = [policy.label() for policy in drafted.policies]
+    names = [cell["policy"], cell["chain"], AUTOREGRESSIVE.label()]
+    policies = [drafted.policies[labels.index(name)] for name in names]
+    places = test[: 2 if quick else 16]
+    texts = [h.trace.trajectories[i] for i in places]
+    workload = lab.requests(len(h.trace.trajectories))
+    workload = replace(workload, requests=tuple(workload.requests[i] for i in places))
+    options = DecodeOptions(texts[0].sampling, texts[0].max_new_tokens)
+    encoded = encode(pair, workload, options)
+    compared = compare(pair, policies, encoded, passes=2, profile=profile, artifacts=h.find)
+    of = compared.timings.seconds
+    totals = [float(np.nanmedian(of[policy.id], axis=1).sum()) for policy in policies]
+    title = f"{pair.spec.name}, {draft}, {category}, temperature {texts[0].sampling.temperature:g}"
+    rows = []
+    for n in (1, 2):
+        one, other = (seconds[labels.index(name)][test] for name in (names[0], names[n]))
+        predicted = times_as_fast(one, other, len(places))
+        rows.append(_row(title, names[0], names[n], predicted, totals[n] / totals[0]))
+    return rows
+
+
+def _on_h100(h: Halves) -> list[dict[str, Any]]:
+    """What `tune` executed on an H100, where the recording holds the policy."""
+    on_h100 = (one for one in named(h) if "ballast" in one.name)
+    profiles = {draft: one.profile for one in on_h100 for draft in one.drafts}
+    rows = []
+    for run in json.loads((RESULTS / "gpu.json").read_text())["tune"]:
+        for tried in run["tuned"]["candidates"]:
+            if (document := ON_H100.get(tried["label"])) is None:
+                continue
+            costs = profiles[document["draft"]]
+            policies = parse_policy(document), AUTOREGRESSIVE
+            replays = (run_replay(h.trace, p, costs, approximate=True) for p in policies)
+            one, other = (replay.seconds[h.test] for replay in replays)
+            predicted = times_as_fast(one, other, tried["executed_requests"])
+            share, title = tried["ratio_to_autoregressive"], f"H100, {run['models']}"
+            rows.append(_row(title, tried["label"], "autoregressive", predicted, share))
+    return rows
+
+
+ON_H100 = {
+    "head fixed(gamma=4) top_k(k=8) N=60": top_k("head", 8, 4, 60),
+    "ngram fixed(gamma=12)": {"draft": "ngram", "window": fixed(12)},
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Adds to ``bench/results/map.json`` what was asked for; a cell is a line."""
+    parts = {"replay": replayed, "executed": executed}
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
+    parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
+    options = parser.parse_args(arguments)
+    state, path = ROOT / ".acceptance" / ("quick" if options.quick else "."), RESULTS / "map.json"
+    state.mkdir(parents=True, exist_ok=True)
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    for part in options.only:
+        began = time.perf_counter()
+        figures[part] = parts[part](state, options.quick)
+        figures["cells"] = figures[part].pop("cells", figures.get("cells", []))
+        figures[part] |= {
+            "seconds": round(time.perf_counter() - began),
+            "environment": environment(),
+        }
+    cells = figures.pop("cells", [])
+    say(f"{len(cells)} cells")
+    if not options.quick:
+        rows = ",\n".join(map(json.dumps, cells))
+        text = json.dumps({**figures, "cells": []}, indent=1)
+        path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")
