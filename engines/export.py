@@ -194,7 +194,7 @@ def _drafting(policy: Policy, pair: PairSpec, engine: Export) -> Drafting:
     method = policy.draft if policy.draft in pair.methods else ""
     chain = Drafting(pair.drafts.get(policy.draft), window, method=method)
     by_batch = isinstance(window, ByLoadWindow)
-    if by_batch and window.contexts:
+    if isinstance(window, ByLoadWindow) and window.contexts:
         raise ValueError("it has no tables by context")
     for applies, able, what in (
         (True, engine.chains, "chains"),

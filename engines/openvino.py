@@ -112,7 +112,7 @@ class OpenVino(Running):
                 self.close()
 
     def _config(self, asked: Execution, prompt: Prompt) -> genai.GenerationConfig:
-        options = {"num_assistant_tokens": asked.gamma} if asked.gamma else {}
+        options: dict[str, Any] = {"num_assistant_tokens": asked.gamma} if asked.gamma else {}
         options |= {"stop_token_ids": self._eos, "max_new_tokens": asked.most_tokens(prompt)}
         options["eos_token_id"] = min(self._eos, default=-1)  # -1: the tokenizer's
         return genai.GenerationConfig(do_sample=False, apply_chat_template=False, **options)
@@ -124,7 +124,11 @@ class OpenVino(Running):
         start = time.perf_counter()
         pipeline.step()
         end, answered = time.perf_counter(), list[Answered]()
-        about = {"draft": self.wanted.draft, "policy": asked.policy.id, "round_s": end - start}
+        about: dict[str, Any] = {
+            "draft": self.wanted.draft,
+            "policy": asked.policy.id,
+            "round_s": end - start,
+        }
         about |= {"ended_s": end - began, "batch": pipeline.get_metrics().scheduled_requests}
         for number, r in [(n, r) for n, r in running.items() if r.handle.can_read()]:
             (output,) = r.handle.read().values()

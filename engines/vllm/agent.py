@@ -437,7 +437,7 @@ def description(scheduler: Any) -> dict[str, Any]:
         "prompt_lookup": [draft.prompt_lookup_min, draft.prompt_lookup_max] if ngram else None,
         "num_speculative_tokens": scheduler.num_spec_tokens,
         "above_zero": "rejection" if sampled else "greedy",
-        "accepts_none": bool(rates) and not any(rates),
+        "accepts_none": not any(rates or (1,)),
         "by_priority": getattr(scheduler.scheduler_config, "policy", "fcfs") == "priority",
         "serving": {
             "max_num_seqs": scheduler.scheduler_config.max_num_seqs,
@@ -467,7 +467,8 @@ def guarded(scheduler: Scheduler, hook: str, *args: Any) -> None:
     except Exception as error:
         try:
             agent, scheduler._spectune = scheduler._spectune, None
-            agent.on_fault(error)
+            if agent is not None:
+                agent.on_fault(error)
         except Exception:
             pass
 

@@ -19,8 +19,14 @@ from spectune.traces.store import TraceStore
 def retrace(s: Retrace, talk: Talk) -> Result:
     with open_store(s) as store:
         info, server = store.get_recording(s.recording), RunningServer(s.url, Path(s.folder))
-        how = {"outstanding": s.outstanding, "share": s.share, "progress": talk.progress}
-        retracer = Retracer(store, info, server, **how)
+        retracer = Retracer(
+            store,
+            info,
+            server,
+            outstanding=s.outstanding,
+            share=s.share,
+            progress=talk.progress,
+        )
         retraced = retracer.run()
         rows = _by_gamma(store, info.id, retraced.draft, retraced.gamma_max)
     share = retraced.busy_s / retraced.seconds if retraced.seconds else 0.0

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Final
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Load
 from spectune.engines.export import vllm_line
+from spectune.engines.protocol import Load
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.execute import RunningServer
 from spectune.optimizer.commands.decoding import fit_to, load, quiet_transformers, read_workload
