@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from spectune.optimizer.execute import DecodeOptions, encode
@@ -27,7 +26,6 @@ from spectune.optimizer.simulate.trace import open_trace
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import SlotModel
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.profiling.fit import fit_profile, shapes_of, table_over
@@ -46,10 +44,10 @@ MEASURED: Final = (1, 2, 4, 8, 16, 32)
 DECODING: Final = 0.4
 READING: Final = 0.75
 """Parts of the time by whose end no further prompt is decoded, and none is read by the drafts."""
-PROFILED: Final = 250
-"""Rounds of each draft that a tuning measures for a profile of chains."""
+PROFILED: Final = 500
+"""Rounds of each draft that a tuning measures for a profile."""
 TREES: Final = 2
-"""How many times as long a tuning's drafts read, and its profile takes, with trees."""
+"""How many times as long as for chains the drafts of a tuning read, with trees."""
 SEARCH_S: Final = 30
 """Seconds of a tuning's fits and search, which run no models."""
 
@@ -72,11 +70,12 @@ class Turns:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found on ``texts``. ``rows``: of each draft and length of a fixed window what is
-    accepted and, where rounds of the draft were measured, gained. Seconds: ``token_s`` of a token
-    without a draft (0: not measured), ``round_s`` of a round, ``decode_s`` of a token that was
-    decoded, ``read_s`` of one that every draft read."""
+    """What a check found on ``texts``: ``rows``, of each draft and length of a fixed window what is
+    accepted and gained. Seconds: ``token_s`` of a token without a draft (0: not measured),
+    ``round_s`` of a round, ``decode_s`` of a token that was decoded, ``read_s`` of one that every
+    draft read."""
 
+    recording: str
     texts: Sequence[Trajectory]
     rows: Sequence[Mapping[str, Any]]
     token_s: float
@@ -88,19 +87,12 @@ class Check:
     def tokens(self) -> int:
         return sum(len(t.output_ids) for t in self.texts)
 
-    def tune_seconds(
-        self, requests: int, max_new_tokens: int, race_s: float, *, trees: bool
-    ) -> float:
-        """About how long a tuning takes on so many requests like these."""
-        lengths = [
-            max_new_tokens if t.finish == "length" else min(len(t.output_ids), max_new_tokens)
-            for t in self.texts
-        ]
-        tokens = requests * sum(lengths) / len(lengths)
-        times = TREES if trees else 1
-        profiled = PROFILED * times * len({row["draft"] for row in self.rows})
-        recorded_s = tokens * (self.decode_s + times * self.read_s)
-        return recorded_s + profiled * self.round_s + SEARCH_S + race_s
+    def tune_seconds(self, tokens: float) -> float:
+        """About how long a tuning on so many tokens takes before its race."""
+        recorded_s = tokens * (self.decode_s + TREES * self.read_s)
+        return (
+            recorded_s + PROFILED * len({r["draft"] for r in self.rows}) * self.round_s + SEARCH_S
+        )
 
 
 def check_pair(
@@ -146,12 +138,12 @@ def check_pair(
         progress("read by drafts", request.ordinal + 1, len(texts))
         if clock() - began > READING * budget_s:
             break
-    read_s = (clock() - reading) / _tokens(texts[: request.ordinal + 1])
+    read = texts[: request.ordinal + 1]
+    read_s = (clock() - reading) / _tokens(read)
     rows, token_s = _replayed(store, recording, drafts, gamma_max, _profile(pair, texts))
-    texts = texts[: request.ordinal + 1]
-    round_s = np.mean([step.round_s for r in texts for step in r.steps])
-    trajectories = [r.trajectory for r in texts]
-    return Check(trajectories, rows, token_s, float(round_s), decode_s, read_s)
+    round_s = float(np.mean([step.round_s for r in texts for step in r.steps]))
+    seconds = token_s, round_s, decode_s, read_s
+    return Check(recording, [r.trajectory for r in read], rows, *seconds)
 
 
 def _tokens(requests: Sequence[RecordedRequest]) -> int:
@@ -216,8 +208,8 @@ def _replayed(
                     "conditional": by_draft[draft]["conditional"][k - 1],
                     "cumulative": by_draft[draft]["marginal"][k - 1],
                     "tau": replay.total.mean_accepted_length,
-                    "tau_interval": _interval(replay.counts[:, 1], replay.counts[:, 0]),
-                    **(_gain(off, replay) if priced else {}),
+                    "tau_interval": ratio_interval(replay.counts[:, 1], replay.counts[:, 0]),
+                    **_gain(off, replay),
                 }
             )
     return rows, off.total.seconds / off.total.emitted_tokens
@@ -226,45 +218,37 @@ def _replayed(
 def _gain(off: Replay, replay: Replay) -> dict[str, Any]:
     """What a draft gains. Decoding takes S seconds without it, s a token, and S' with it, of which
     its n steps take D: a step costs D/n, and gains where it costs less than (S - (S' - D))/n; both
-    are given as parts of s (of prompt lookup, whose steps cost next to nothing, None)."""
+    are given as parts of s. None: not measured, or steps of prompt lookup, which cost nothing."""
     assert replay.round_s is not None
     without, total = off.total, replay.total
     draft_s = float(replay.round_s[:, 0].sum())
     spare_s = without.seconds - (total.seconds - draft_s)
     steps_s = total.draft_steps * without.seconds / without.emitted_tokens
-    has_cost = replay.policy.draft != "ngram" and steps_s > 0
+    has_cost = total.seconds > 0 and steps_s > 0 and replay.policy.draft != "ngram"
     return {
         "draft_step": draft_s / steps_s if has_cost else None,
         "break_even": spare_s / steps_s if has_cost else None,
-        "tokens_per_s": total.tokens_per_s,
-        "speedup": without.seconds / total.seconds,
-        "speedup_interval": _interval(off.seconds, replay.seconds),
+        "speedup": without.seconds / total.seconds if total.seconds else None,
+        "speedup_interval": ratio_interval(off.seconds, replay.seconds),
     }
 
 
-def _interval(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[float, float] | None:
-    """:func:`ratio_interval`; None of a single request."""
-    return ratio_interval(above, below) if np.size(above) > 1 else None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a model's weights, and of its keys and values for each token of a text."""
-
-    weights: int
-    cache_per_token: int
-
-    @classmethod
-    def of(cls, model: SlotModel) -> Memory:
-        size = model.dtype.itemsize
-        layers = (s.heads * (s.key_size + s.value_size) for s in model.cache.shapes)
-        return cls(model.num_parameters * size, sum(layers) * size)
-
-
-def device_bytes(device: torch.device) -> int | None:
-    """Memory of a device; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if not hasattr(os, "sysconf"):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory(pair: LoadedPair) -> list[dict[str, Any]]:
+    """A row per model: bytes of its weights, and of its cache for each token of a text; and how
+    many tokens the device has room for beside it and the target (None: the system does not say)."""
+    device = None
+    if pair.device.type == "cuda":
+        device = torch.cuda.get_device_properties(pair.device).total_memory
+    elif hasattr(os, "sysconf"):
+        device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows: list[dict[str, Any]] = []
+    for name, model in (("target", pair.target), *pair.models.items()):
+        size, layers = model.dtype.itemsize, model.cache.shapes
+        weights = model.num_parameters * size
+        cached = sum(n.heads * (n.key_size + n.value_size) for n in layers) * size
+        row = {"model": name, "weights_bytes": weights, "cache_bytes_per_token": cached}
+        used = [row, *rows[:1]]  # beside a draft stands the target
+        rest = device and device - sum(r["weights_bytes"] for r in used)
+        each = sum(r["cache_bytes_per_token"] for r in used)
+        rows.append({**row, "tokens_that_fit": rest and max(0, rest) // each})
+    return rows

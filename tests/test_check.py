@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doors import Door, write_workload
+from doors import Door, parsed, write_workload
 from pairs import chain, tiny_model
 
 SHORT = {"limit": 4, "gamma_max": 3, "max_new_tokens": 20}
@@ -49,23 +49,20 @@ def test_a_draft_gains_below_its_break_even_cost(door: Door, tiny_pair: Path) ->
         (draft, k) for draft in ("good", "far", "ngram") for k in range(1, 9)
     ]
     for row in rows:
-        gains = row["speedup"] > 1
-        assert row["tokens_per_s"] == pytest.approx(
-            row["speedup"] * checked["without_draft_tokens_per_s"]
-        )
+        assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
         if row["draft"] != "ngram":
-            assert gains == (row["draft_step"] < row["break_even"])
+            assert (row["speedup"] > 1) == (row["draft_step"] < row["break_even"])
     best = max(rows, key=lambda row: row["speedup"])
     assert f"{best['draft']} at K={best['K']}" in checked["advice"]
     # Two layers of two heads of 12 + 12 float32.
-    near = checked["memory"]["models"]["good"]
-    assert near["cache_per_token"] == 2 * 2 * 24 * 4
-    assert near["room"] < checked["memory"]["models"]["target"]["room"]
-    assert checked["tune_minutes"]["full"] > checked["tune_minutes"]["quick"] > 40 / 60
-    assert checked["next"].split()[:2] == ["spectune", "tune"]
-    words = f"--set drafts.good={models / 'near'} --set drafts.far={models / 'far'}"
-    assert f"--set target={models / 'target'} {words}" in checked["next"]
-    assert "--max-new-tokens 24" in checked["next"]
+    memory = {row.pop("model"): row for row in checked["memory"]}
+    assert memory["good"]["cache_bytes_per_token"] == 2 * 2 * 24 * 4
+    assert memory["good"]["tokens_that_fit"] < memory["target"]["tokens_that_fit"]
+    assert checked["tune_minutes"] > 80 / 60
+    words = f"tune --set target={models / 'target'} --set drafts.good={models / 'near'} "
+    words += f"--set drafts.far={models / 'far'} --workload work.jsonl"
+    assert checked["next"] == f"spectune {words}"
+    assert parsed(words.split())
 
 
 def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -> None:

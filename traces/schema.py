@@ -322,8 +322,8 @@ class Outcome:
         return dict(sorted(out.items()))
 
     def tokens_per_s_interval(self) -> tuple[float, float]:
-        """Interval (:func:`ratio_interval`) of total tokens/s. (0, 0) for an empty or unpriced
-        outcome."""
+        """Interval (:func:`ratio_interval`) of total tokens/s. (0, 0) for an unpriced outcome,
+        and of a single request."""
         counts = [r.counts for r in self.per_request]
         return ratio_interval([c.emitted_tokens for c in counts], [c.seconds for c in counts])
 
@@ -370,9 +370,9 @@ class Outcome:
 
 def ratio_interval(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[float, float]:
     """Bootstrap interval (95%, of 1000 resamples of the requests) of sum(above) / sum(below), given
-    by request. (0, 0) where nothing is below."""
+    by request. (0, 0) of a single request, and where nothing is below."""
     tops, bottoms = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
-    if not len(tops) or bottoms.sum() <= 0:
+    if len(tops) < 2 or bottoms.sum() <= 0:
         return (0.0, 0.0)
     pick = np.random.default_rng(0).integers(0, len(tops), size=(1000, len(tops)))
     ratios = tops[pick].sum(1) / np.maximum(bottoms[pick].sum(1), 1e-12)
