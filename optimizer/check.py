@@ -48,7 +48,7 @@ PROFILED: Final = 500
 """Rounds of each draft that a tuning measures for a profile."""
 TREES: Final = 2
 """How many times as long as for chains the drafts of a tuning read, with trees."""
-SEARCH_S: Final = 30
+SEARCH_S: Final = 40
 """Seconds of a tuning's fits and search, which run no models."""
 
 

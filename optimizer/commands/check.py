@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from spectune.optimizer.check import Check, check_pair, memory
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
@@ -75,7 +76,8 @@ def check(s: Settings, talk: Talk) -> Result:
         "step and break even: parts of a target pass\n"
         f"{advice}\n{command}  # {_about(minutes)} for {len(tuned.requests)} prompts"
     )
-    tables = [Table(checked.rows, COLUMNS), Table(models, title="memory")]
+    printed = [{name: _printed(row[name]) for name in COLUMNS} for row in checked.rows]
+    tables = [Table(printed), Table(models, title="memory")]
     return Result(text, data, checked.rows, tables)
 
 
@@ -96,6 +98,11 @@ def _store(s: Settings) -> Iterator[TraceStore]:
         db = s.db if s.typed("db") else os.path.join(folder, "check.db")
         with open_store(s.model_copy(update={"db": db}), create=True) as store:
             yield store
+
+
+def _printed(value: Any) -> Any:
+    """An interval on one line."""
+    return f"{value[0]:.2f}-{value[1]:.2f}" if isinstance(value, tuple) else value
 
 
 def _advice(checked: Check) -> str:
