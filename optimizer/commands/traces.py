@@ -6,8 +6,7 @@ from typing import Any
 
 from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import Talk, check_writable, open_store
-from spectune.runtime.pair import PairSpec
-from spectune.runtime.text_codec import target_tokenizer
+from spectune.optimizer.request_text import request_text
 from spectune.settings import (
     Filter,
     TracesExport,
@@ -16,7 +15,7 @@ from spectune.settings import (
     TracesShow,
     TracesStats,
 )
-from spectune.traces.errors import ConfigError, PairError, TraceError
+from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore, query
 from spectune.traces.store.export import export_recordings, export_rows, import_recordings, plain
 from spectune.traces.store.query import TraceFilter
@@ -77,39 +76,11 @@ def show(s: TracesShow, talk: Talk) -> Result:
 
 
 def _request(store: TraceStore, recording: str, request: str) -> Result:
-    """Token ids of a request's prompt and output, both decoded by the tokenizer of the pair (None
-    where that is not at hand, and ``undecoded`` says why), and its rounds."""
-    info = store.get_recording(recording)
-    only = TraceFilter(recordings=(info.id,), request=request)
-    rows = query.requests(store, only)
-    if not rows:
-        raise TraceError(
-            f"recording {info.id} has no request {request!r} (see `traces show {info.id}`)"
-        )
-    (stored,) = store.iterate(info.id, (), ordinals=[rows[-1]["ordinal"]])
-    ids = [stored.trajectory.prompt_ids.tolist(), stored.trajectory.output_ids.tolist()]
-    texts, undecoded = [None, None], ""
-    try:
-        spec = PairSpec.from_json(store.get_pair(info.pair_id).document, where="its pair")
-        tokenizer = target_tokenizer(spec)
-        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in ids]
-    except PairError as error:
-        undecoded = str(error)
-    rounds = [plain(r) for r in query.rounds(store, only) if r["ordinal"] == stored.ordinal]
-    data = {
-        "recording": info.id,
-        "request": request,
-        "category": stored.trajectory.category,
-        "prompt": texts[0],
-        "text": texts[1],
-        "undecoded": undecoded,
-        "prompt_ids": ids[0],
-        "output_ids": ids[1],
-        "rounds": rounds,
-    }
-    text = f"{texts[0]}\n---\n{texts[1]}\n---"
-    if undecoded:
-        text = f"not decoded: {undecoded}\nids: {ids[1]}"
+    data = request_text(store, recording, request)
+    data["rounds"] = rounds = [plain(row) for row in data["rounds"]]
+    text = f"{data['prompt']}\n---\n{data['text']}\n---"
+    if data["text"] is None:
+        text = f"not decoded: {data['undecoded']}\nids: {data['output_ids']}"
     counts = ("round", "policy_id", "start", "drafted", "verified", "accepted", "emitted")
     table = Table(rounds, (*counts, "draft_s", "verify_s", "round_s"), "rounds")
     return Result(text, data, rounds, [table])
