@@ -120,25 +120,21 @@ def search(
     def value_of(policy: Policy, origin: str) -> float | None:
         """Predicted tokens/s; None for a policy that lacks distributions and could not win with
         them. Where it could, they are read."""
-        key = policy.id
-        if key not in tried and key not in beyond:
+        if policy.id in beyond:
+            return None
+        if policy.id not in tried:
             replay = run_replay(trace, policy, profile, artifacts=artifacts, approximate=True)
-            value, lacks = replay.total.tokens_per_s, False
-            if replay.missing and policy.shortlisted:
-                lacks = True  # so many shortlists were recorded that no other is
-            elif replay.missing:
-                value = could_reach(replay)
+            if replay.missing:
                 best = max((t.value for t in tried.values()), default=0.0)
-                lacks = trace.reader is None or value < best * (1 - TIE)
-                if not lacks:
-                    replay = run_replay(trace, policy, profile, artifacts=artifacts)
-                    value = replay.total.tokens_per_s
+                could_win = trace.reader is not None and could_reach(replay) >= best * (1 - TIE)
+                # Of a shortlist it means that so many were recorded that no other is.
+                if policy.shortlisted or not could_win:
+                    beyond.add(policy.id)
+                    return None
+                replay = run_replay(trace, policy, profile, artifacts=artifacts)
             digest = hashlib.blake2b(replay.counts.tobytes(), digest_size=16).digest()
-            if lacks:
-                beyond.add(key)
-            else:
-                tried[key] = Trial(policy, value, origin, digest)
-        return tried[key].value if key in tried else None
+            tried[policy.id] = Trial(policy, replay.total.tokens_per_s, origin, digest)
+        return tried[policy.id].value
 
     for policy in incumbents:
         with suppress(PolicyError, TraceError):  # its draft or artifact may be gone
