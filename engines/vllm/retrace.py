@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Final
@@ -37,10 +36,13 @@ from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording, Trajectory
 from spectune.traces.text import one_line
 
+TOGETHER: Final = 256
+"""Positions, of whole texts, that are asked about before their panoramas are stored."""
 NOTED_S: Final = 10.0
 """Seconds after which what the agent has not noted is asked again."""
 ATTEMPTS: Final = 3
 LOOK_S: Final = 0.05
+"""Seconds between two looks into the folder."""
 LAST: Final = 1_000_000
 """The priority of requests where the server schedules by it: after all others."""
 
@@ -78,21 +80,14 @@ def is_same(path: str, other: str) -> bool:
     return path == other or identity(path) == identity(other)
 
 
-@dataclass
-class Question:
-    """A request to the server: its text, the start whose proposals come first in its answer, and
-    its body."""
-
-    ordinal: int
-    start: int
-    body: str
-    attempts: int = 0
-    answered_at: float = 0.0
-
-
 class Retracer:
-    """Asks a server about the texts of a recording, and stores each text's panorama when all of
-    its positions are known: what is stored is not asked again."""
+    """Asks a server about the texts of a recording, some at a time, and stores their panoramas:
+    what is stored is not asked again. At most ``outstanding`` requests are in the server at a time,
+    and any of them for at most this ``share`` of the time.
+
+    Raises TraceError for a recording of another engine, EngineError for a server whose drafts
+    cannot be replayed, and PairError for one of another target.
+    """
 
     def __init__(
         self,
@@ -130,149 +125,132 @@ class Retracer:
         self._tail = Tail(server.folder, status.boot if status else "")
         self._more = {"priority": LAST} if about.get("by_priority") else {}
         self._token = f"{SENT}{secrets.token_hex(4)}"
-        self._texts: dict[int, Trajectory] = {}
         self._chains: dict[int, dict[int, Sequence[int]]] = {}
-        self._requests, self._positions, self._stored = 0, 0, 0
+        """By the texts that are asked about, the proposals by start."""
+        self._texts: dict[int, Trajectory] = {}
+        self._total = self._requests = self._positions = 0
+        self._began, self._busy_s = time.monotonic(), 0.0
 
     def run(self) -> Retraced:
         """Raises EngineError where the server does not answer, or decodes another text."""
-        began = time.monotonic()
         lacking = self.store.missing_panoramas(self.recording.id, self.draft, self.gamma_max)
-        texts = self.store.iterate(self.recording.id, drafts=(), ordinals=lacking)
-        self._texts = {request.ordinal: request.trajectory for request in texts}
-        if self.accepts_none and any(not t.sampling.greedy for t in self._texts.values()):
+        requests = [*self.store.iterate(self.recording.id, drafts=(), ordinals=lacking)]
+        texts = {request.ordinal: request.trajectory for request in requests}
+        if self.accepts_none and any(not text.sampling.greedy for text in texts.values()):
             raise EngineError(
                 "this server accepts no drafts, which is exact at temperature 0 alone; retrace "
                 f"recording {self.recording.id} on a server with standard acceptance"
             )
-        self._chains = {ordinal: {} for ordinal in self._texts}
-        for ordinal, text in self._texts.items():
-            if len(text.output_ids) < 2:  # no round begins in it
-                self._know(ordinal, {})
-        busy_s = self._ask(sum(max(0, len(t.output_ids) - 1) for t in self._texts.values()))
-        seconds, counts = time.monotonic() - began, (self._stored, self._positions, self._requests)
-        return Retraced(self.draft, self.gamma_max, *counts, seconds, busy_s)
+        self._total = sum(len(text.output_ids) - 1 for text in texts.values())
+        self._began, num_questions = time.monotonic(), 0
+        for number, (ordinal, text) in enumerate(texts.items(), start=1):
+            self._texts[ordinal], self._chains[ordinal] = text, {}
+            num_questions += 1 if self.accepts_none else len(text.output_ids)
+            if num_questions >= TOGETHER or number == len(texts):
+                self._record()
+                num_questions = 0
+        counts = len(texts), self._positions, self._requests
+        seconds = time.monotonic() - self._began
+        return Retraced(self.draft, self.gamma_max, *counts, seconds, self._busy_s)
 
-    def _ask(self, total: int) -> float:
-        """Asks about every position of ``total``; the seconds during which any request of ours was
-        in the server."""
-        questions = (q for ordinal in self._texts for q in self._questions(ordinal))
-        sent: dict[Future[None], Question] = {}
-        unnoted: dict[tuple[int, int], Question] = {}
-        again: list[Question] = []
-        busy_s, began = 0.0, time.monotonic()
-        now = began
+    def _record(self) -> None:
+        """Asks about texts and stores their panoramas. Raises EngineError where the agent notes
+        nothing."""
+        for _ in range(ATTEMPTS):
+            if questions := [*self._questions()]:
+                self._ask(questions)
+        if any(self._questions()):
+            status = read_status(self.server.folder)
+            fault = (status and status.fault) or "it is off, or the server started again"
+            raise EngineError(f"{self.server.folder}: the agent notes no proposals: {fault}")
+        panoramas = [
+            (ordinal, panorama_of(text, self._chains[ordinal], self.draft, self.gamma_max))
+            for ordinal, text in self._texts.items()
+        ]
+        self.store.put_panoramas(self.recording.id, panoramas)
+        self._texts, self._chains = {}, {}
+
+    def _questions(self) -> Iterator[tuple[int, int]]:
+        """Texts and starts of which no proposals are known; the first start of a text where a
+        request tells all of them. Where vLLM has no room to draft, it proposes nothing."""
+        for ordinal, text in self._texts.items():
+            for start in range(1, len(text.output_ids)):
+                if len(text.prompt_ids) + start >= self.server.wanted.max_len:
+                    self._chains[ordinal].setdefault(start, ())
+                elif start not in self._chains[ordinal]:
+                    yield ordinal, start
+                    if self.accepts_none:
+                        break
+
+    def _ask(self, questions: Sequence[tuple[int, int]]) -> None:
+        """Asks each question once, and waits until the answers are noted."""
+        rest, now, deadline = list(questions)[::-1], time.monotonic(), 0.0
+        sent: set[Future[None]] = set()
         with ThreadPoolExecutor(self.outstanding) as pool:
             try:
-                while sent or self._positions < total:
-                    while len(sent) < self.outstanding and busy_s <= self.share * (now - began):
-                        question = again.pop() if again else next(questions, None)
-                        if question is None:
-                            break
-                        unnoted[question.ordinal, question.start] = question
-                        sent[pool.submit(self._complete, question.body)] = question
+                while rest or sent or (any(self._questions()) and now < deadline):
+                    allowed_s = self.share * (now - self._began)
+                    while rest and len(sent) < self.outstanding and self._busy_s <= allowed_s:
+                        sent.add(pool.submit(self._complete, *rest.pop()))
                         self._requests += 1
-                    before, is_busy = now, bool(sent)
-                    for future in wait(sent, LOOK_S, FIRST_COMPLETED).done:
-                        future.result()
-                        sent.pop(future).answered_at = time.monotonic()
-                    if not is_busy:
+                    if sent:
+                        done, sent = wait(sent, LOOK_S, FIRST_COMPLETED)
+                        for future in done:
+                            future.result()
+                        self._busy_s += time.monotonic() - now
+                        deadline = time.monotonic() + NOTED_S
+                    else:
                         time.sleep(LOOK_S)
                     now = time.monotonic()
-                    busy_s += (now - before) * is_busy
-                    for line in self._proposals():
-                        self._take(line, unnoted)
-                    again += self._lost(unnoted, now)
-                    self._progress(f"positions of {self.draft}", self._positions, total)
+                    self._read()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-        return busy_s
 
-    def _complete(self, body: str) -> None:
+    def _complete(self, ordinal: int, start: int) -> None:
         """Sends a request and waits for its end. Raises EngineError."""
-        url = self.server.address.url
+        text, url = self._texts[ordinal], self.server.address.url
+        output = text.output_ids.tolist()
+        body: dict[str, Any] = {
+            "model": self.server.model,
+            "request_id": f"{self._token}.{ordinal}.{start}",
+            "prompt": text.prompt_ids.tolist() + output[: start - 1],
+            "temperature": 0,
+            "ignore_eos": True,
+            "max_tokens": len(output),
+            "vllm_xargs": {"spectune": "retrace"},
+            **self._more,
+        }
+        if not self.accepts_none:
+            # a second token, so that vLLM verifies, and hence hands on, what was drafted
+            body |= {"max_tokens": 2, "allowed_token_ids": output[start - 1 : start]}
         try:
-            code, text = self.server.address.call("POST", "/v1/completions", body)
+            code, answer = self.server.address.call("POST", "/v1/completions", json.dumps(body))
         except (OSError, HTTPException) as error:
             raise EngineError(f"{url}: the server does not answer ({error})") from None
         if code != 200:
-            raise EngineError(f"{url} refused a request ({code}): {one_line(text, 300)}")
+            raise EngineError(f"{url} refused a request ({code}): {one_line(answer, 300)}")
 
-    def _proposals(self) -> Iterator[Proposals]:
-        """What the agent has noted of our requests since the last call."""
-        for text in self._tail.lines():
-            with suppress(TraceError):
-                line = parse_line(text) if self._token.encode() in text else None
-                if isinstance(line, Proposals):
-                    yield line
-
-    def _questions(self, ordinal: int) -> Iterator[Question]:
-        """Those of one text: of every start after its first token."""
-        text = self._texts[ordinal]
-        prompt, output = text.prompt_ids.tolist(), text.output_ids.tolist()
-        if self.accepts_none:
-            yield self._question(ordinal, 1, prompt, max_tokens=len(output))
-            return
-        for start in range(1, len(output)):
-            if len(prompt) + start + 1 > self.server.wanted.max_len:  # nothing is drafted there
-                self._know(ordinal, {start: []})
+    def _read(self) -> None:
+        """Takes what the agent has noted of our requests since the last call. Raises EngineError
+        where the server decodes another text."""
+        for line in self._tail.lines():
+            match = re.search(rf"{self._token}\.(\d+)\.(\d+)-".encode(), line)
+            noted = parse_line(line) if match else None
+            if match is None or not isinstance(noted, Proposals):
                 continue
-            # a second token, so that vLLM verifies, and hence hands on, what was drafted
-            forced = {"max_tokens": 2, "allowed_token_ids": output[start - 1 : start]}
-            yield self._question(ordinal, start, prompt + output[: start - 1], **forced)
-
-    def _question(self, ordinal: int, start: int, prompt: list[int], **more: Any) -> Question:
-        body = {
-            "model": self.server.model,
-            "request_id": f"{self._token}.{ordinal}.{start}",
-            "prompt": prompt,
-            "temperature": 0,
-            "ignore_eos": True,
-            "vllm_xargs": {"spectune": "retrace"},
-        }
-        return Question(ordinal, start, json.dumps({**body, **more, **self._more}))
-
-    def _take(self, line: Proposals, unnoted: dict[tuple[int, int], Question]) -> None:
-        """Takes the proposals of a line that answers one of ours."""
-        match = re.search(rf"{self._token}\.(\d+)\.(\d+)-", line.id)
-        if match is None:
-            return
-        ordinal, start = int(match[1]), int(match[2])
-        text = self._texts[ordinal]
-        count = len(text.output_ids) - 1 if self.accepts_none else 1
-        expected = text.output_ids[start - 1 : start - 1 + count + 1].tolist()
-        if line.output[:count] != expected[:count]:
-            raise EngineError(
-                f"request {text.request_id}: this server decodes another text than the one "
-                "recorded; is it of the same model and precision?"
-            )
-        if (ordinal, start) not in unnoted or len(line.proposals) < count:
-            return  # asked again already, or to be
-        del unnoted[ordinal, start]
-        self._know(ordinal, dict(enumerate(line.proposals[:count], start)))
-
-    def _know(self, ordinal: int, chains: Mapping[int, Sequence[int]]) -> None:
-        """Takes the proposals of some starts of a text, which is stored with those of the last."""
-        text = self._texts[ordinal]
-        self._positions += len(chains)
-        self._chains[ordinal].update(chains)
-        if len(self._chains[ordinal]) < len(text.output_ids) - 1:
-            return
-        chains = self._chains.pop(ordinal)
-        panorama = panorama_of(text, chains, self.draft, self.gamma_max)
-        self._stored += self.store.put_panoramas(self.recording.id, [(ordinal, panorama)])
-
-    def _lost(self, unnoted: Mapping[tuple[int, int], Question], now: float) -> list[Question]:
-        """Questions that were answered and not noted in time. Raises EngineError for one that was
-        asked too often."""
-        lost = [q for q in unnoted.values() if q.answered_at and now - q.answered_at > NOTED_S]
-        for question in lost:
-            question.answered_at, question.attempts = 0.0, question.attempts + 1
-            if question.attempts == ATTEMPTS:
-                status = read_status(self.server.folder)
-                fault = (status and status.fault) or "it is off, or the server started again"
-                raise EngineError(f"{self.server.folder}: the agent notes no proposals: {fault}")
-        return lost
+            ordinal, start = int(match[1]), int(match[2])
+            text, chains = self._texts[ordinal], self._chains[ordinal]
+            count = len(text.output_ids) - 1 if self.accepts_none else 1
+            if noted.output[:count] != text.output_ids[start - 1 :][:count].tolist():
+                raise EngineError(
+                    f"request {text.request_id}: this server decodes another text than the one "
+                    "recorded; is it of the same model and precision?"
+                )
+            for place, chain in enumerate(noted.proposals[:count], start):
+                if chain is not None:  # else vLLM preempted the request
+                    self._positions += place not in chains
+                    chains[place] = chain
+        self._progress(f"positions of {self.draft}", self._positions, self._total)
 
 
 def panorama_of(

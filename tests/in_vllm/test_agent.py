@@ -8,16 +8,19 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import pytest
+import torch
 import vllm
 from databases import opened, put_in_force
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.llm_engine import LLMEngine
 from waiting import eventually
 
@@ -38,7 +41,7 @@ SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 class Steps:
     """vLLM's engine in this process, a step at a time, and every output of its scheduler."""
 
-    def __init__(self, scheduler: str | None, ngram: bool) -> None:
+    def __init__(self, scheduler: str | None, ngram: bool, backend: str | None) -> None:
         spec = read_pair("demo")
         drafting = {"method": "draft_model", "model": dict(spec.drafts)["small"]}
         if ngram:
@@ -48,6 +51,7 @@ class Steps:
                 model=spec.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
                 enforce_eager=True, max_num_batched_tokens=160, scheduler_cls=scheduler,
                 speculative_config={**drafting, "num_speculative_tokens": MOST},
+                distributed_executor_backend=backend,
             )
         )  # fmt: skip
         self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
@@ -85,7 +89,11 @@ class Steps:
 
 @contextmanager
 def engine(
-    folder: Path | None, scheduler: str | None = SCHEDULER, *, ngram: bool = False
+    folder: Path | None,
+    scheduler: str | None = SCHEDULER,
+    *,
+    ngram: bool = False,
+    backend: str | None = None,
 ) -> Iterator[Steps]:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -93,7 +101,7 @@ def engine(
     }  # fmt: skip
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
     try:
-        steps = Steps(scheduler, ngram)
+        steps = Steps(scheduler, ngram, backend)
     finally:
         sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
     try:
@@ -148,6 +156,69 @@ def test_a_server_that_does_not_schedule_ahead_stays_as_it_is(tmp_path: Path) ->
             runs.append((steps.outputs, texts))
     assert len(runs[0][0]) > 100
     assert runs[0] == runs[1]
+
+
+class Placeholder:
+    """A stream or an event of a CPU, where nothing runs beside."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses that on CPUs; its code for GPUs runs here with streams that do nothing."""
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Placeholder)
+    monkeypatch.setattr(torch, "Event", Placeholder)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    check = CpuPlatform.check_and_update_config
+
+    def schedule_ahead(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(schedule_ahead))
+    with engine(tmp_path, backend="uni") as steps:
+        assert steps.llm.engine_core.engine_core.batch_queue is not None
+        steps.serve(PROMPTS[:2], max_tokens=20)
+        eventually(lambda: status(tmp_path)["noted"] == 2)
+        texts = lines(tmp_path)
+        publish(tmp_path, -1, {"1": 1})
+        eventually(lambda: status(tmp_path)["in_force"]["version"] == -1)
+        beside = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        steps.llm.add_request("beside", PROMPTS[0], beside)
+        for number, line in enumerate(texts):
+            for start in range(1, 20):
+                prompt = TokensPrompt(prompt_token_ids=line["prompt"] + line["output"][: start - 1])
+                forced = SamplingParams(
+                    temperature=0, max_tokens=2, allowed_token_ids=[line["output"][start - 1]],
+                    ignore_eos=True, extra_args={"spectune": "retrace"},
+                )  # fmt: skip
+                steps.llm.add_request(f"{number}.{start}", prompt, forced)
+                steps.llm.step()
+        while steps.llm.has_unfinished_requests():
+            steps.llm.step()
+        eventually(lambda: len(lines(tmp_path)) == 2 + 38 + 1)
+        noted = {line["id"].partition("-")[0]: line for line in lines(tmp_path)[2:]}
+    assert {drafted for _, drafted, *_ in noted["beside"]["rounds"][1:]} == {1}
+    count = 0
+    for number, line in enumerate(texts):
+        for start, drafted, accepted, *_ in line["rounds"][1:-1]:
+            chain = noted[f"{number}.{start}"]["proposals"][0]
+            assert len(chain) == drafted == MOST
+            following = line["output"][start:]
+            assert chain[:accepted] == following[:accepted]
+            assert chain[accepted : accepted + 1] != following[accepted : accepted + 1]
+            count += 1
+    print(f"{count} rounds of a server that schedules ahead are those that were retraced")
+    assert count >= 4
 
 
 def check_lines(noted: list[dict[str, Any]], texts: list[list[int]]) -> None:
