@@ -112,21 +112,22 @@ class Agent:
 
     def on_retraced(self, output: Any) -> None:
         """Has vLLM draft the most tokens for the requests that are retraced, and tell which."""
-        scheduler, most, is_scheduled = self.scheduler, self.scheduler.num_spec_tokens, False
-        self.retraced &= scheduler.requests.keys()
-        for name in self.retraced & output.num_scheduled_tokens.keys():
-            request = scheduler.requests[name]
-            if not request.is_prefill_chunk:
-                is_scheduled, request.spec_token_ids = True, [-1] * most
-                # As for a grammar: vLLM's worker hands on the ids that it drafted, which it keeps
-                # to itself where it schedules ahead, and samples when the scheduler has them.
-                drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
-                is_ahead = request.num_output_placeholders > 1 + drafted
-                output.pending_structured_output_tokens |= is_ahead
-        output.has_structured_output_requests |= is_scheduled
-        if is_scheduled and output.num_spec_tokens_to_schedule < most:
-            self.draft_limit = output.num_spec_tokens_to_schedule
-            output.num_spec_tokens_to_schedule = most
+        requests, most = self.scheduler.requests, self.scheduler.num_spec_tokens
+        self.retraced &= requests.keys()
+        scheduled = [requests[n] for n in self.retraced & output.num_scheduled_tokens.keys()]
+        decoded = [request for request in scheduled if not request.is_prefill_chunk]
+        if not decoded:
+            return
+        drafts, drafted = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
+        ahead = [r.num_output_placeholders - 1 - len(drafts.get(r.request_id, ())) for r in decoded]
+        if drafted < most:
+            self.draft_limit, output.num_spec_tokens_to_schedule = drafted, most
+        # As for a grammar: vLLM's worker hands on the ids that it drafted, which it keeps to itself
+        # where it schedules ahead, and samples when the scheduler has them.
+        output.has_structured_output_requests = True
+        output.pending_structured_output_tokens |= any(number > 0 for number in ahead)
+        for request in decoded:
+            request.spec_token_ids = [-1] * most
 
     def on_output(self, result: Any) -> None:
         self.num_sampled = [len(tokens) for tokens in result.sampled_token_ids]  # vLLM cuts them
@@ -365,40 +366,30 @@ def is_noted(request: Any) -> bool:
 def line_of(text: Decoding, texts: Any) -> bytes:
     """A request as a line of JSON. ``texts``: ``all``, ``none`` or the share with tokens."""
     request, params, name = text.request, text.request.sampling_params, text.request.request_id
-    prompt, output = request.prompt_token_ids, request.output_token_ids
+    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
     if text.proposals is not None:
-        line = {"id": name, "output": list(output), "proposals": text.proposals}
+        line = {"id": name, "output": output, "proposals": text.proposals}
         return json.dumps(line).encode() + b"\n"
-    share = {"all": 1.0, "none": 0.0}.get(texts, texts)
-    has_ids = zlib.crc32(name.encode()) / 2**32 < float(share)
+    tokens: dict[str, Any] = {"prompt": prompt, "output": output}
     stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     finish = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_STOPPED": "stop"}.get(
         request.status.name, "stop" if stop else "abort"  # vLLM aborts at a stop string
     )  # fmt: skip
     if request.status.name == "FINISHED_STOPPED" and not request.stop_reason:
         finish = "eos"
+    share = {"all": 1.0, "none": 0.0}.get(texts, texts)
+    if zlib.crc32(name.encode()) / 2**32 >= float(share):
+        tokens = {"prompt": None, "output": None, "n_prompt": len(prompt), "n_output": len(output)}
+        stop = []
     label = extra(request, "spectune_label")
     line = {
-        "id": name, "arrived": request.arrival_time, "ended": text.rounds[-1][-1],
+        **tokens, "id": name, "arrived": request.arrival_time, "ended": text.rounds[-1][-1],
         "temperature": params.temperature, "top_k": max(0, params.top_k), "top_p": params.top_p,
-        "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop if has_ids else [],
-        "finish": finish, "label": label if label is None else str(label)[:200],
+        "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop, "finish": finish,
+        "label": label if label is None else str(label)[:200],
         "rounds": [(*r[:5], round(r[5], 7), *r[6:]) for r in text.rounds],
     }  # fmt: skip
-    if not has_ids:
-        line |= {"prompt": None, "output": None, "n_prompt": len(prompt), "n_output": len(output)}
-        return json.dumps(line).encode() + b"\n"
-    tokens = f'{{"prompt":[{joined(prompt)}],"output":[{joined(output)}],'
-    return (tokens + json.dumps(line)[1:] + "\n").encode()
-
-
-def joined(tokens: Any) -> str:
-    """Token ids with commas between; a long prompt is joined in parts, between which vLLM runs."""
-    parts = []
-    for begin in range(0, len(tokens), 4096):
-        parts.append(",".join(map(str, tokens[begin : begin + 4096])))
-        time.sleep(PAUSE_S)
-    return ",".join(parts)
+    return json.dumps(line).encode() + b"\n"
 
 
 def refusal(scheduler: Any) -> str:
