@@ -15,11 +15,13 @@ from doors import Door
 from pairs import tiny_model
 from safetensors.torch import load_file, save_file
 
+from spectune.engines.export import engine_settings
 from spectune.runtime.checkpoints import is_head
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.text_codec import load_codec
-from spectune.traces.errors import PairError
+from spectune.traces.errors import PairError, PolicyError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,6 +30,25 @@ Tensors = dict[str, torch.Tensor]
 def folder(tiny_pair: Path, tmp_path: Path) -> Path:
     """A copy of the tiny pair, to be changed."""
     return Path(shutil.copytree(tiny_pair.parent, tmp_path / "pair"))
+
+
+def test_a_pair_names_drafts_that_vllm_alone_has(folder: Path) -> None:
+    """They are no part of what its models are."""
+    file = folder / "pair.json"
+    document = json.loads(file.read_text())
+    before = read_pair(str(file))
+    file.write_text(json.dumps({**document, "methods": ["mtp"]}))
+    pair = read_pair(str(file))
+    assert pair.draft_names == (*before.drafts, "mtp", "ngram")
+    assert pair.id == before.id
+    policy = parse_policy({"draft": "mtp", "window": {"kind": "fixed", "gamma": 2}})
+    exported = engine_settings(policy, pair, "vllm")
+    assert exported == {"method": "mtp", "num_speculative_tokens": 2}
+    with pytest.raises(PolicyError, match="mtp is a method of vLLM's"):
+        engine_settings(policy, pair, "sglang")
+    file.write_text(json.dumps({**document, "methods": ["none"]}))
+    with pytest.raises(PairError, match="the draft name 'none' is reserved"):
+        read_pair(str(file))
 
 
 # ------------------------------------------------------------------------------------------- the id
