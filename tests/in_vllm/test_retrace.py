@@ -145,6 +145,7 @@ def panoramas(database: Path, recording: str, draft: str) -> dict[tuple[int, ...
     return {
         (*r.trajectory.prompt_ids.tolist(), *r.trajectory.output_ids.tolist()): r.panoramas[draft]
         for r in requests
+        if draft in r.panoramas
     }
 
 
