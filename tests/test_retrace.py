@@ -197,10 +197,10 @@ def test_what_was_asked_before_a_failure_is_not_asked_again(
     server.faults = [None] * (LENGTH + 3) + [404]
     with pytest.raises(EngineError, match="no such model"):
         api.retrace(recording, **how)
-    asked = len(server.bodies)
+    before = len(server.bodies)
     server.faults = [None, "unnoted", None]
     result = api.retrace(recording, **how)
-    assert len(server.bodies) - asked == (TEXTS - 1) * (LENGTH - 1) + 1
+    assert len(server.bodies) - before == (TEXTS - 1) * (LENGTH - 1) + 1
     assert result.data["texts"] == TEXTS - 1
     check(server, database, recording)
 

@@ -59,7 +59,7 @@ class Agent:
 
     def __init__(self, scheduler: Any, folder: str) -> None:
         self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
-        self.own = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
+        self.initial = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
         self.active, self.refusal, self.unchecked = False, "", 0
         self.decoding: dict[str, Decoding] = {}
         self.retraced: set[str] = set()
@@ -67,7 +67,7 @@ class Agent:
         self.scheduled: deque[tuple[int, float, int]] = deque(maxlen=MAX_IN_FLIGHT)
         self.began_s, self.updated_s, self.num_sampled = 0.0, 0.0, list[int]()
         self.waiting: deque[Decoding] = deque()
-        self.noted, self.dropped, self.fault, self.told = 0, 0, "", set[str]()
+        self.noted, self.dropped, self.fault, self.logged = 0, 0, "", set[str]()
         self.refused: dict[str, Any] | None = None
         self.engine, self.since, self.policy_seen = dict[str, Any](), time.time(), None
         self.path, self.size, self.number, self.files = "", 0, 0, dict[str, int]()
@@ -185,9 +185,9 @@ class Agent:
     def on_fault(self, error: Exception) -> None:
         """Ends all that we do: vLLM's own table is in force again, and nothing is noted."""
         self.active, self.decoding = False, {}
-        self.table = self.applied = self.own
-        if self.scheduler.dynamic_sd_lookup is not self.own.lookups[0][1]:
-            self.scheduler.dynamic_sd_lookup = self.own.lookups[0][1]
+        self.table = self.applied = self.initial
+        if self.scheduler.dynamic_sd_lookup is not self.initial.lookups[0][1]:
+            self.scheduler.dynamic_sd_lookup = self.initial.lookups[0][1]
         self.refusal = self.fault = f"off, and vLLM goes on without it: {error!r}"[:500]
         self.tell(self.fault)
 
@@ -218,15 +218,15 @@ class Agent:
 
     def tell(self, line: str) -> None:
         """Writes a line to vLLM's log, once."""
-        if line and line not in self.told and len(self.told) < 100:
-            self.told.add(line)
+        if line and line not in self.logged and len(self.logged) < 100:
+            self.logged.add(line)
             LOG.warning("spectune: %s", line)
 
     def read_policy(self) -> None:
         """Puts in force what ``policy.json`` says; what it says wrongly leaves the last table."""
         path, table, refused, document = (
             os.path.join(self.folder, "policy.json"),
-            self.own,
+            self.initial,
             None,
             None,
         )
@@ -256,7 +256,7 @@ class Agent:
             raise ValueError("its format is not 1, or its version no whole number")
         texts = texts if texts in (None, "all", "none") else float(texts)
         if not version:
-            return self.own._replace(texts=texts)
+            return self.initial._replace(texts=texts)
         if self.refusal or self.unchecked:
             raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
         by_context = {"0": document["gammas"], **document.get("contexts", {})}
@@ -274,7 +274,7 @@ class Agent:
         for size in range(1, scheduler.scheduler_config.max_num_seqs + 1):
             tokens = sizes.get(size, tokens)
             lookup.append(tokens)
-        is_own = self.own.lookups[0][1] is None and set(lookup[1:]) == {limit}
+        is_own = self.initial.lookups[0][1] is None and set(lookup[1:]) == {limit}
         return None if is_own else lookup  # vLLM's padding stays
 
     def write_rounds(self) -> None:

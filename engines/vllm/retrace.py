@@ -194,8 +194,8 @@ class Retracer:
                         sent.add(pool.submit(self._complete, *rest.pop()))
                         self._requests += 1
                     if sent:
-                        done, sent = wait(sent, LOOK_S, FIRST_COMPLETED)
-                        for future in done:
+                        ended, sent = wait(sent, LOOK_S, FIRST_COMPLETED)
+                        for future in ended:
                             future.result()
                         self._busy_s += time.monotonic() - now
                         deadline = time.monotonic() + NOTED_S
