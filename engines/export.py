@@ -193,9 +193,9 @@ def _drafting(policy: Policy, pair: PairSpec, engine: Export) -> Drafting:
         raise ValueError(f"it has no {'shortlist' if policy.shortlisted else 'stop'} of this kind")
     method = policy.draft if policy.draft in pair.methods else ""
     chain = Drafting(pair.drafts.get(policy.draft), window, method=method)
-    by_batch = isinstance(window, ByLoadWindow)
     if isinstance(window, ByLoadWindow) and window.contexts:
         raise ValueError("it has no tables by context")
+    by_batch = isinstance(window, ByLoadWindow)
     for applies, able, what in (
         (True, engine.chains, "chains"),
         (by_batch, engine.tables, "tables by batch size"),

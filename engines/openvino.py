@@ -20,7 +20,6 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import torch
-from openvino import opset13
 from openvino._offline_transformations import apply_make_stateful_transformation
 from openvino_tokenizers import convert_tokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -124,12 +123,9 @@ class OpenVino(Running):
         start = time.perf_counter()
         pipeline.step()
         end, answered = time.perf_counter(), list[Answered]()
-        about: dict[str, Any] = {
-            "draft": self.wanted.draft,
-            "policy": asked.policy.id,
-            "round_s": end - start,
-        }
-        about |= {"ended_s": end - began, "batch": pipeline.get_metrics().scheduled_requests}
+        about: dict[str, Any] = {"draft": self.wanted.draft, "policy": asked.policy.id}
+        about |= {"ended_s": end - began, "round_s": end - start}
+        about["batch"] = pipeline.get_metrics().scheduled_requests
         for number, r in [(n, r) for n, r in running.items() if r.handle.can_read()]:
             (output,) = r.handle.read().values()
             before, emitted = len(r.tokens), len(output.generated_ids)
@@ -137,7 +133,7 @@ class OpenVino(Running):
             drafted = min(asked.gamma, asked.most_tokens(r.prompt) - before - 1) if before else 0
             counts = before, drafted, min(drafted, emitted - 1), emitted
             r.tokens.extend(output.generated_ids)
-            r.steps.append(chain_round(*counts, arrived_s=r.arrived_s, **about))
+            r.steps.append(chain_round(*counts, **about, arrived_s=r.arrived_s))
             if (reason := output.finish_reason.name) != "NONE":
                 finish: Finish = "length" if reason == "LENGTH" else "eos"
                 answered.append(asked.answered(r.prompt, r.tokens, finish, r.steps))
@@ -199,6 +195,6 @@ def _stateful(causal: CausalModel) -> ov.Model:
     apply_make_stateful_transformation(model, states)
     for state in (op for op in model.get_ops() if op.get_type_name() == "ReadValue"):
         shape = [max(0, dim.get_max_length()) for dim in state.get_output_partial_shape(0)]
-        state.set_arguments([opset13.constant(np.zeros(shape, np.float32)).output(0)])
+        state.set_arguments([ov.opset13.constant(np.zeros(shape, np.float32)).output(0)])
     model.validate_nodes_and_infer_types()
     return model

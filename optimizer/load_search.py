@@ -73,6 +73,8 @@ class LoadStudy:
     trials: dict[str, Trial] = field(default_factory=dict)
     constants: list[Trial] = field(default_factory=list)
     """Every constant number of tokens of every draft, and no draft, whose steps were recorded."""
+    contexts: tuple[float, float, float] | None = None
+    """:attr:`Trial.contexts` of the best draft's best table; None where the engine has none."""
     context: int = 0
     """The context from which on other tables were tried; 0: none, as contexts vary little."""
     extrapolated: dict[str, float] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class LoadStudy:
             for draft in dict.fromkeys(p.draft for p in policies if p.speculates):
                 constants = [trial for trial in self.constants if trial.policy.draft == draft]
                 self._search_tables(draft, {0: self._mean_context}, constants)
-            self._search_contexts(self.best_by_batch)
+            self._search_contexts()
         return self._simplest(max(self.trials.values(), key=lambda trial: trial.value))
 
     def trial(self, policy: Policy) -> Trial:
@@ -189,15 +191,16 @@ class LoadStudy:
             study.tell(suggestion, float(np.log(self.trial(policy).value)))
             self.progress(name, n + 1, self.num_trials)
 
-    def _search_contexts(self, best: Trial) -> None:
-        """Tries tables of the best one's draft that differ below and above the median context of a
-        step, where contexts vary."""
-        low, middle, high = best.contexts
-        if best.policy.speculates and high >= SPREAD * low:
-            tables = [t for t in self.trials.values() if t.policy.draft == best.policy.draft]
-            seeds = sorted(tables, key=lambda trial: -trial.value)[:SEEDS]
-            self.context = max(1, round(middle))
-            self._search_tables(best.policy.draft, {0: low, self.context: high}, seeds)
+    def _search_contexts(self) -> None:
+        """Tries tables of the best draft that differ below and above the median context of a step,
+        where contexts vary."""
+        tables = [trial for trial in self.trials.values() if trial.policy.draft != "none"]
+        best, *_ = ranked = sorted(tables, key=lambda trial: -trial.value)
+        self.contexts = low, middle, high = best.contexts
+        if high >= SPREAD * low:
+            draft, self.context = best.policy.draft, max(1, round(middle))
+            seeds = [trial for trial in ranked if trial.policy.draft == draft][:SEEDS]
+            self._search_tables(draft, {0: low, self.context: high}, seeds)
 
     @property
     def best_by_batch(self) -> Trial:

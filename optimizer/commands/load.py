@@ -172,7 +172,8 @@ def search_result(
     ]
     if study.no_speculation_from is not None:
         lines.append(f"Not to speculate is best from {study.no_speculation_from} on.")
-    lines.append(contexts_in_words(search))
+    if search.contexts is not None:
+        lines.append(contexts_in_words(search.contexts))
     title, served_by = bench.engine.title, bench.costs.served_by
     if study.off is None:
         measures = f", or {served_by} measures it." if not restart else f":\n{restart}"
@@ -187,9 +188,8 @@ def search_result(
     return Result("\n".join(lines), {**search.to_json(), **more}, rows, [table])
 
 
-def contexts_in_words(search: LoadSearch) -> str:
-    """What tables by context are worth, or why none were tried."""
-    about = search.contexts
+def contexts_in_words(about: Mapping[str, Any]) -> str:
+    """What tables by context (:attr:`LoadSearch.contexts`) are worth, or why none were tried."""
     low, _, high = about["tokens"]
     steps = f"The requests of a step have contexts of {low:.0f} to {high:.0f} tokens (80% of steps)"
     if about["relative"] is None:
