@@ -114,12 +114,11 @@ def _state(quick: bool) -> Path:
     return state
 
 
-def cells(quick: bool) -> Iterator[tuple[Halves, float, str, str]]:
-    """Every recording, its temperature, a draft of its pair, and what they are called."""
-    for temperature in (0.0, 1.0):
-        h = recorded(temperature, quick)
-        for draft in ("medium",) if quick else h.pair.models:
-            yield h, temperature, draft, f"{draft}, temperature {temperature:g}"
+def cells(temperature: float, quick: bool) -> Iterator[tuple[Halves, str, str]]:
+    """The recording of a temperature, each draft of its pair, and what they are called."""
+    h = recorded(temperature, quick)
+    for draft in ("medium",) if quick else h.pair.models:
+        yield h, draft, f"{draft}, temperature {temperature:g}"
 
 
 @cache
@@ -249,14 +248,12 @@ def executed(h: Halves, policy: Document, base: Document, quick: bool) -> list[D
 def nodes_at_equal_tau(
     h: Halves,
     policy: Document,
-    curve: Sequence[Document],
-    places: Sequence[int] | None = None,
+    curve: Sequence[Replay],
     find: Artifacts | None = None,
 ) -> list[float | None]:
     """Verified tokens of a policy over those that a curve of policies verifies at the policy's tau,
     linear between its points; the 95% interval resamples requests. None beyond the curve."""
-    one = replayed(h, policy, places=places, find=find).counts
-    others = [replayed(h, p, places=places).counts for p in curve]
+    one, others = replayed(h, policy, find=find).counts, [replay.counts for replay in curve]
 
     def ratio(drawn: npt.NDArray[np.int64]) -> float:
         points = np.array([counts[drawn].sum(0) for counts in (one, *others)], dtype=float)

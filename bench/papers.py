@@ -53,6 +53,7 @@ from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.spaces import DraftLimits, Space
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import CLASSIFIER, Fitted
@@ -63,8 +64,8 @@ from spectune.runtime.policies.heterospec import FRACTIONS
 DEPTH, TOP_N, ALPHA = 5, 60, 3
 """EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
 DEEPEST = 8
-BETAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 60)
+BETAS = (0.3, 0.5, 0.7, 0.9)
+SIZES = (2, 4, 8, 12, 16, 24, 32, 60)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -87,7 +88,7 @@ def eagle(draft: str, top_n: int = TOP_N, depth: int = DEPTH, **more: Any) -> Do
 
 def eagles(draft: str) -> list[Document]:
     """EAGLE-2's trees of many depths and sizes, among which a tuned one is chosen."""
-    return [eagle(draft, top_n, depth) for depth in (1, 2, 3, 4, 5, 6, 8) for top_n in SIZES]
+    return [eagle(draft, top_n, depth) for depth in (1, 2, 3, 4, 6, 8) for top_n in SIZES]
 
 
 def in_bins(
@@ -102,11 +103,11 @@ def in_bins(
     return eagle(draft, stratify=stratify, **more)
 
 
-def heterospec(quick: bool) -> list[Document]:
-    """HeteroSpec over EAGLE-2's tree of the same depth, width and nodes (the paper's baseline), and
-    both of them tuned."""
+def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
+    """HeteroSpec over EAGLE-2's tree of the same depth, width and nodes (the paper's baseline);
+    greedy also both of them tuned, and what the paper takes apart."""
     rows = []
-    for h, temperature, draft, cell in cells(quick):
+    for h, draft, cell in cells(temperature, quick):
         at = " 1" if temperature else ""
         source = tree_source(h.store, h.recording, draft)
         bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
@@ -119,12 +120,14 @@ def heterospec(quick: bool) -> list[Document]:
         for name, profile in costs(quick).items():
             speed = speedup(h, new, plain, profile)
             rows.append(row(f"speed{at}", f"{cell}, {name}", speed, CAUSES[name]))
+            if temperature:
+                continue
             grid = [
                 in_bins(draft, bins.artifact, alpha, fractions, top_n=top_n, depth=depth)
                 for depth in (2, 3, 4, 5)
                 for top_n in SIZES[1:]
-                for alpha in (1, 2, 3)
-                for fractions in FRACTIONS[:4]
+                for alpha in (2, 3)
+                for fractions in FRACTIONS[:2]
             ]
             tuned = best(h, grid, profile), best(h, eagles(draft), profile)
             rows.append(row("tuned", f"{cell}, {name}", speedup(h, *tuned, profile)))
@@ -202,31 +205,33 @@ def classified(draft: str, artifact: str, beta: float, depth: int = DEEPEST, **m
     return {"draft": draft, "window": fixed(depth), "growth": growth}
 
 
-def tree_curve(draft: str) -> list[Document]:
+def tree_curve(h: Halves, draft: str) -> list[Replay]:
     """EAGLE-2 over N, at the largest recorded depth."""
-    return [eagle(draft, top_n, DEEPEST) for top_n in (*SIZES, 96, 128, 192, 255)]
+    return [replayed(h, eagle(draft, top_n, DEEPEST)) for top_n in (*SIZES, 96, 128, 255)]
 
 
-def c2t(quick: bool) -> list[Document]:
-    """C2T's verified tokens over those of EAGLE-2 at the same tau, and the speed of both tuned."""
+def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
+    """C2T's verified tokens over those of EAGLE-2 at the same tau; greedy also the speed of both
+    tuned, and what the paper takes apart."""
     rows: list[Document] = []
     fits: dict[str, str] = {}
-    for h, temperature, draft, cell in cells(quick):
+    for h, draft, cell in cells(temperature, quick):
         source = tree_source(h.store, h.recording, draft)
         artifact = fit_c2t(source, width=EAGLE_WIDTH).artifact
+        curve = tree_curve(h, draft)
         for beta in (0.4, 0.6, 0.8):
-            new = classified(draft, artifact, beta)
-            share = nodes_at_equal_tau(h, new, tree_curve(draft))
+            share = nodes_at_equal_tau(h, classified(draft, artifact, beta), curve)
             rows.append(row("nodes", f"{cell}, beta {beta}", share))
+        if temperature:
+            continue
         for name, profile in costs(quick).items():
-            depths = (1, 2, 3, 4, 5, 6, 8)
+            depths = (1, 2, 3, 4, 6, 8)
             grid = [classified(draft, artifact, beta, depth) for beta in BETAS for depth in depths]
             tuned = best(h, grid, profile), best(h, eagles(draft), profile)
             rows.append(row("tuned", f"{cell}, {name}", speedup(h, *tuned, profile)))
-        if not temperature:
-            fits[draft] = artifact
-            if draft != "small":
-                rows += executed(h, classified(draft, artifact, 0.6), eagle(draft), quick)
+        fits[draft] = artifact
+        if draft != "small":
+            rows += executed(h, classified(draft, artifact, 0.6), eagle(draft), quick)
     for draft in fits:
         rows += _c2t_ablations(recorded(0.0, quick), draft, fits)
     return rows
@@ -234,15 +239,14 @@ def c2t(quick: bool) -> list[Document]:
 
 def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document]:
     """Tables 1 to 3 and 5, figure 4's transfer and appendix B.3, greedy, at beta 0.5."""
-    curve, source = tree_curve(draft), tree_source(h.store, h.recording, draft)
+    curve, source = tree_curve(h, draft), tree_source(h.store, h.recording, draft)
 
     def of_any_draft(name: str) -> Fitted:
         artifact = h.find(name)
         return replace(artifact, document={**artifact.document, "draft": None})
 
-    def share(artifact: str, places: Sequence[int] | None = None, **more: Any) -> Interval:
-        new = classified(draft, artifact, 0.5, **more)
-        return nodes_at_equal_tau(h, new, curve, places, of_any_draft)
+    def share(artifact: str, **more: Any) -> Interval:
+        return nodes_at_equal_tau(h, classified(draft, artifact, 0.5, **more), curve, of_any_draft)
 
     rows = [
         row("transfer", f"{draft}, trained on {other}", share(artifact))
@@ -260,15 +264,17 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
         rows.append(row("hidden", f"{draft}, {hidden} hidden", share(_kept(source, weights))))
     rows.append(row("cap", draft, share(fits[draft], cap=5)))
     for category, part, others in by_category(h, draft):
-        artifact = fit_c2t(part, width=EAGLE_WIDTH).artifact
-        rows.append(row("texts", f"{draft}, trained on {category}", share(artifact, others)))
+        elsewhere = replace(h, test=others)
+        new = classified(draft, fit_c2t(part, width=EAGLE_WIDTH).artifact, 0.5)
+        ours = nodes_at_equal_tau(elsewhere, new, tree_curve(elsewhere, draft))
+        rows.append(row("texts", f"{draft}, trained on {category}", ours))
     alone = classified(draft, fits[draft], 0.5, width=1, cap=1)
     for kind in ("max_prob", "joint_prob"):
         stops = [
             {"kind": kind, "threshold": t, "keep_last": False}
             for t in (0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
         ]
-        stopped = [chain(draft, DEEPEST, stop=stop) for stop in stops]
+        stopped = [replayed(h, chain(draft, DEEPEST, stop=stop)) for stop in stops]
         rows.append(row("stops", f"{draft}, {kind}", nodes_at_equal_tau(h, alone, stopped)))
     return rows
 
@@ -288,12 +294,12 @@ def analytic(draft: str, gamma_max: int = 8) -> Document:
     return {"draft": draft, "window": {"kind": "analytic", "gamma_max": gamma_max, "history": 6}}
 
 
-def on_the_fly(quick: bool) -> list[Document]:
-    """Method 1 over the window 5, over the best window of the other half, over methods 2 to 4, and
-    as the depth of EAGLE-2's trees."""
+def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
+    """Method 1 over the window 5, over the best window of the other half and over methods 2 to 4;
+    greedy also as the depth of EAGLE-2's trees; and a draft for each prompt."""
     rows = []
-    for temperature, draft in product((0.0, 1.0), ("small", "medium")):
-        h, at = recorded_chains(temperature, quick), " 1" if temperature else ""
+    h, at = recorded_chains(temperature, quick), " 1" if temperature else ""
+    for draft in ("small", "medium"):
         for name, profile in costs(quick).items():
             cell, new = f"{draft}, temperature {temperature:g}, {name}", analytic(draft)
             windows = [chain(draft, gamma) for gamma in range(1, GAMMA + 1)]
@@ -304,13 +310,15 @@ def on_the_fly(quick: bool) -> list[Document]:
             why = f"chosen on the other half: gamma {window.gamma_max}"
             rows.append(row("tuned", cell, speedup(h, new, window, profile), why))
             rows.append(row("methods", cell, speedup(h, new, best(h, others, profile), profile)))
-    h = recorded(0.0, quick)
+    rows += _draft_choice(h, f"temperature {temperature:g}")
+    if temperature:
+        return rows
     for draft, (name, profile) in product(h.pair.models, costs(quick).items()):
         new = eagle(draft) | {"window": analytic(draft)["window"]}
         rows.append(row("adaptive", f"{draft}, {name}", speedup(h, new, eagle(draft), profile)))
     for draft in ("small", "medium"):
         rows += executed(h, analytic(draft), chain(draft, 5), quick)
-    return [*rows, *_draft_choice(quick)]
+    return rows
 
 
 WEIGHTS_READ = {"70B, 13B and 7B": (0.1, 0.186), "7B, 1.1B and 560M": (0.08, 0.157)}
@@ -320,39 +328,35 @@ PROMPTS = 25
 """Prompts that the paper fits equation 5 to."""
 
 
-def _draft_choice(quick: bool) -> list[Document]:
+def _draft_choice(h: Halves, cell: str) -> list[Document]:
     """The paper's rule (section 5): equation 5 from :data:`PROMPTS` prompts to each draft's
     acceptance by ordinary least squares, then the draft of the largest equation 1."""
     rows, drafts = [], ("small", "medium")
-    for temperature in (0.0, 1.0):
-        h = recorded_chains(temperature, quick)
-        texts = [t.prompt_ids.tolist() for t in h.trace.trajectories]
-        first, rest = h.fit[:PROMPTS], [*h.fit[PROMPTS:], *h.test]
-        known = np.array([(len(ids), log_perplexity(h.pair.target, ids)) for ids in texts])
-        alphas = np.stack([_acceptance(h, draft) for draft in drafts])
-        for r, (name, shares) in product((4, 8, 16), WEIGHTS_READ.items()):
-            terms = TfidfVectorizer(analyzer=list, max_features=r - 2).fit(
-                [texts[i] for i in first]
-            )
-            u = np.hstack([known, terms.transform(texts).toarray()])
-            z = np.linalg.lstsq(u[first], alphas[:, first].T, rcond=None)[0]
-            alpha = np.clip(u @ z, 0.01, 0.98)[:, :, None]
-            gamma = np.arange(1, 9)
-            speeds = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-            speeds = speeds / (gamma * np.array(shares)[:, None] + 1)
-            picks = speeds.max(2).argmax(1)
-            steps = dict(zip(drafts, shares, strict=True))
-            profile = published(h.pair.id, flat(1.0), steps)
-            policies = [analytic(draft) for draft in drafts]
-            seconds = np.stack(
-                [replayed(h, p, profile, places=range(len(texts))).seconds for p in policies]
-            )
-            single = int(seconds[:, first].sum(1).argmin())
-            chosen = seconds[picks, np.arange(len(texts))][rest]
-            oracle = over(seconds[single, rest], seconds[:, rest].min(0))[0]
-            cell = f"{len(rest)} prompts, {name}, r {r}, temperature {temperature:g}"
-            why = f"alone: {drafts[single]}; a perfect choice {oracle:.3f}"
-            rows.append(row("choice", cell, over(seconds[single, rest], chosen), why))
+    texts = [t.prompt_ids.tolist() for t in h.trace.trajectories]
+    first, rest = h.fit[:PROMPTS], [*h.fit[PROMPTS:], *h.test]
+    known = np.array([(len(ids), log_perplexity(h.pair.target, ids)) for ids in texts])
+    alphas = np.stack([_acceptance(h, draft) for draft in drafts])
+    for r, (name, shares) in product((4, 8, 16), WEIGHTS_READ.items()):
+        terms = TfidfVectorizer(analyzer=list, max_features=r - 2).fit([texts[i] for i in first])
+        u = np.hstack([known, terms.transform(texts).toarray()])
+        z = np.linalg.lstsq(u[first], alphas[:, first].T, rcond=None)[0]
+        alpha = np.clip(u @ z, 0.01, 0.98)[:, :, None]
+        gamma = np.arange(1, 9)
+        speeds = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        speeds = speeds / (gamma * np.array(shares)[:, None] + 1)
+        picks = speeds.max(2).argmax(1)
+        steps = dict(zip(drafts, shares, strict=True))
+        profile = published(h.pair.id, flat(1.0), steps)
+        policies = [analytic(draft) for draft in drafts]
+        seconds = np.stack(
+            [replayed(h, p, profile, places=range(len(texts))).seconds for p in policies]
+        )
+        single = int(seconds[:, first].sum(1).argmin())
+        chosen = seconds[picks, np.arange(len(texts))][rest]
+        oracle = over(seconds[single, rest], seconds[:, rest].min(0))[0]
+        place = f"{len(rest)} prompts, {name}, r {r}, {cell}"
+        why = f"alone: {drafts[single]}; a perfect choice {oracle:.3f}"
+        rows.append(row("choice", place, over(seconds[single, rest], chosen), why))
     return rows
 
 
@@ -421,9 +425,10 @@ def verifier(quick: bool) -> list[Document]:
         ours = over(*(r.seconds / r.counts[:, EMITTED] for r in (one, other)))
         why = f"{policies[1].label()} over {policies[0].label()}"
         rows.append(row("verified", name, ours, why))
-    for h, _, draft, cell in cells(quick):
+    for h, draft, cell in cells(0.0, quick):
+        curve = tree_curve(h, draft)
         for new in sharp(draft, (12, 24)):
-            share = nodes_at_equal_tau(h, new, tree_curve(draft))
+            share = nodes_at_equal_tau(h, new, curve)
             rows.append(row("sharp", f"{cell}, N {new['select']['top_n']}", share))
     rows += [_certainty(recorded(0.0, quick), draft) for draft in ("small", "medium")]
     return rows
@@ -515,9 +520,12 @@ def mechanisms(policy: Policy) -> set[str]:
 
 PARTS: dict[str, Callable[[bool], Any]] = {
     "heterospec": heterospec,
+    "heterospec_sampled": partial(heterospec, temperature=1.0),
     "c2t": c2t,
+    "c2t_sampled": partial(c2t, temperature=1.0),
     "dynaspec": dynaspec,
     "on_the_fly": on_the_fly,
+    "on_the_fly_sampled": partial(on_the_fly, temperature=1.0),
     "verifier": verifier,
     "joint": joint,
 }

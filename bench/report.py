@@ -322,10 +322,10 @@ def papers() -> list[str]:
     figures = load("papers")
     lines = ["## The papers", "", PAPERS_ABOUT, ""]
     for part, title in PAPERS.items():
-        rows = figures.get(part, [])
+        rows = [*figures.get(part, []), *figures.get(f"{part}_sampled", [])]
         if rows:
-            command = f"`python {rows[0]['command']}`"
-            lines += [f"### {title}", "", f"{command}, {len(rows)} figures.", "", *_paper(rows)]
+            commands = dict.fromkeys(f"`python {r['command']}`" for r in rows)
+            lines += [f"### {title}", "", ", ".join(commands), "", *_paper(rows)]
     return lines
 
 
