@@ -100,11 +100,11 @@ def recorded(temperature: float, quick: bool) -> Halves:
 
 @cache
 def recorded_chains(temperature: float, quick: bool) -> Halves:
-    """Greedy the same; above temperature 0 the halves of all demo requests with the draft models'
-    chains, decoded by the papers' verifier, rejection."""
+    """Greedy the same; above temperature 0 the same requests with the draft models' chains, decoded
+    by the papers' verifier, rejection."""
     if not temperature:
         return recorded(temperature, quick)
-    options: dict[str, Any] = {"count": 300, "verifier": "rejection", "trees": False}
+    options: dict[str, Any] = {"count": 120, "verifier": "rejection", "trees": False}
     return halves(_state(quick), temperature, quick, **options)
 
 

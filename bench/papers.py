@@ -375,7 +375,7 @@ def dynaspec(quick: bool) -> list[Document]:
     h = replace(h, test=h.test[: 3 if quick else 60])
     order = fit_fr_spec(h.store, h.recording, h.pair).artifact
     rows = []
-    for draft in ("medium",) if quick else h.pair.models:
+    for draft in ("medium",) if quick else ("medium", "head", "small"):
         output, where = h.pair.models[draft].output.rows, (h.store, h.recording, h.pair)
         router = fit_router(*where, draft).artifact
         size, clusters = round(0.22 * output), round(0.22 * 64)
@@ -417,7 +417,7 @@ def verifier(quick: bool) -> list[Document]:
             rows.append(row("coupled", f"{draft}, gamma {gamma}", ours))
     for name, profile in costs(quick).items():
         windows = [chain(d, g) for d in ("small", "medium") for g in range(1, GAMMA + 1)]
-        grid = [p for draft in coupled.pair.models for p in (*eagles(draft), *sharp(draft))]
+        grid = [p for draft in coupled.pair.models for p in scored(draft, 1.5, (8, 16, 32, 60))]
         policies = best(rejection, windows, profile), best(coupled, windows + grid, profile)
         one, other = (
             replayed(h, p, profile) for h, p in zip((rejection, coupled), policies, strict=True)
@@ -427,16 +427,16 @@ def verifier(quick: bool) -> list[Document]:
         rows.append(row("verified", name, ours, why))
     for h, draft, cell in cells(0.0, quick):
         curve = tree_curve(h, draft)
-        for new in sharp(draft, (12, 24)):
+        for new in scored(draft, 3.0, (12, 24)):
             share = nodes_at_equal_tau(h, new, curve)
             rows.append(row("sharp", f"{cell}, N {new['select']['top_n']}", share))
     rows += [_certainty(recorded(0.0, quick), draft) for draft in ("small", "medium")]
     return rows
 
 
-def sharp(draft: str, sizes: Sequence[int] = SIZES) -> list[Document]:
+def scored(draft: str, sharpness: float, sizes: Sequence[int]) -> list[Document]:
     """Trees by our score: a softmax of gaps, sharpened."""
-    growth = {"kind": "top_k", "width": EAGLE_WIDTH, "score": "coupled", "sharpness": 3.0}
+    growth = {"kind": "top_k", "width": EAGLE_WIDTH, "score": "coupled", "sharpness": sharpness}
     return [eagle(draft, top_n, DEEPEST, growth=growth) for top_n in sizes]
 
 
