@@ -19,16 +19,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import lab
 import numpy as np
-import torch
-from ballast import Shape, build
 from lab import (
     CATEGORIES,
-    GAMMA,
     RESULTS,
     ROOT,
     Halves,
@@ -38,6 +33,7 @@ from lab import (
     parser_of,
     say,
 )
+from lab import requests as requests_of
 from map_costs import Floats, cpu_profile, flat, grid_profile, named, price
 from pairs import fixed, top_k
 
@@ -45,24 +41,21 @@ from spectune.engines.protocol import Load
 from spectune.engines.rules import RULES
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.fit.tuning import fit_drafts
-from spectune.optimizer.record import whole_texts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.serving import serve
 from spectune.optimizer.simulate.step_costs import StepCosts, Surface, step_costs
 from spectune.optimizer.simulate.tree_tables import ABSENT
 from spectune.optimizer.spaces import DraftLimits
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.runtime.profiling import measure_profile
 from spectune.traces.tables import LatencyProfile
 
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2)
 SLOPES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 BATCHES = (8, 32)
 TEMPERATURES = (0.0, 1.0)
+REQUESTS = 120
 GAMMAS = tuple(range(9))
 """Tokens of the chains that are served."""
 UNRECORDED = 0.05
@@ -234,6 +227,12 @@ def times_as_fast(one: Floats, other: Floats, size: int | None = None) -> list[f
     return [round(float(x), 4) for x in (other.sum() / one.sum(), *ends)]
 
 
+def best_of_each(seconds: Floats, policies: Sequence[Policy]) -> dict[str, int]:
+    """The fastest policy of each mechanism, by place."""
+    order = np.argsort(-seconds.sum(1), kind="stable")
+    return {mechanism(policies[n]): int(n) for n in order}
+
+
 def judged(
     seconds: Floats, h: Halves, policies: Sequence[Policy], requests: set[int]
 ) -> dict[str, Any]:
@@ -243,9 +242,7 @@ def judged(
     ``speed`` is the verdict's over nothing. ``seconds`` [policies, requests]; ratios are of speeds
     on the half that chose nothing, with 95% intervals."""
     fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
-    best: dict[str, int] = {}
-    for n in np.argsort(-seconds[:, fit].sum(1), kind="stable"):
-        best[mechanism(policies[n])] = int(n)
+    best = best_of_each(seconds[:, fit], policies)
     speeds = {name: 1 / seconds[n, fit].sum() for name, n in best.items()}
     fastest = max(speeds.values())
     winner = next(m for m in MECHANISMS if speeds.get(m, 0.0) >= fastest * (1 - TIE))
@@ -274,10 +271,8 @@ def judged(
 def categories(h: Halves) -> dict[str, set[int]]:
     """The requests of each category, and of all."""
     of = [t.category for t in h.trace.trajectories]
-    return {
-        **{name: {i for i, c in enumerate(of) if c == name} for name in CATEGORIES},
-        "all": set(range(len(of))),
-    }
+    groups = {name: {i for i, c in enumerate(of) if c == name} for name in CATEGORIES}
+    return {**groups, "all": set(range(len(of)))}
 
 
 # ---------------------------------------------------------------------------- many requests at once
@@ -285,7 +280,7 @@ def categories(h: Halves) -> dict[str, set[int]]:
 
 def servable(h: Halves) -> ReplayTrace:
     """The recording as the serving simulator reads it: a head's chains as what it copies."""
-    trace = h.trace.select(range(len(h.trace.trajectories)))
+    trace = h.trace.select(h.trace.order)
     policy = parse_policy({"draft": "head", "window": fixed(GAMMAS[-1])})
     rules = prepare(policy, ["head"]).rules
     assert rules is not None
@@ -302,7 +297,7 @@ def steps_of(
     """What the steps of ``batch`` clients' requests hold, [4] (steps, further rows of the target's
     passes, passes of the draft, further rows of these), and their seconds. Without waits the steps
     do not depend on costs."""
-    rules = RULES["vllm"]._replace(max_num_seqs=batch, reply_s=0.0)
+    rules = RULES["vllm"]._replace(max_num_seqs=batch, reply_s=0.0, ahead=0)
     count = max(len(order), 3 * batch)
     load, part = Load(clients=batch), trace.select(order)
     served = serve(part, draft, [gamma] * (batch + 1), load, rules, costs, count=count)
@@ -368,8 +363,10 @@ class Served:
 
 
 def recording(state: Path, temperature: float, quick: bool) -> Halves:
-    """The demo requests at a temperature: 180, or 120 where sampled."""
-    return halves(state, temperature, quick, count=120 if temperature else 180)
+    """The first :data:`REQUESTS` demo requests at a temperature."""
+    h = halves(state, temperature, quick, count=REQUESTS if temperature else 180)
+    fit, test = ([i for i in half if i < REQUESTS] for half in (h.fit, h.test))
+    return replace(h, trace=h.trace.select(sorted(fit + test)), fit=fit, test=test)
 
 
 def replayed(state: Path, quick: bool) -> dict[str, Any]:
@@ -425,69 +422,60 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- executed
 
 
-EXECUTED = ((0.0, "medium", "code"), (0.0, "head", "math"), (1.0, "medium", "math"))
-"""Temperature, draft and category of the demo pair's cells that are executed."""
-BALLAST = {
-    "target": Shape(512, 8, 2048, 16, 8),
-    "small": Shape(128, 5, 320, 8, 4),
-    "head": Shape(512, 1, 2048, 16, 8),
-}
+EXECUTED = (
+    *((0.0, "medium", "code"), (0.0, "head", "math"), (0.0, "small", "prose")),
+    *((1.0, "medium", "math"), (1.0, "head", "code")),
+)
+"""Temperature, draft and category of the cells of this machine that are executed."""
 
 
 def executed(state: Path, quick: bool) -> dict[str, Any]:
-    """Cells of this machine executed on requests that chose nothing: of the demo pair, and of one
-    with ballast (the same texts at other costs); and what tunings executed on an H100. Predicted
-    intervals are of draws of as many requests as were executed."""
+    """Cells of this machine executed on requests that chose nothing, and what tunings executed on
+    an H100. Predicted intervals are of draws of as many requests as were executed."""
     rows = []
-    for temperature, draft, category in EXECUTED:
-        h = recording(state, temperature, quick)
-        rows += _executed(h, h.pair, cpu_profile(h), draft, category, quick)
-    h = recording(state, 0.0, quick)
-    with TemporaryDirectory() as folder:
-        pair = load_pair(read_pair(str(build(Path(folder), BALLAST, "cpu", torch.float32))))
-        texts = whole_texts(h.trace.trajectories)
-        profile = measure_profile(pair, gamma_max=GAMMA, most=2, texts=texts)
-        for draft in pair.drafts:
-            rows += _executed(h, pair, profile, draft, "code", quick)
-    return {"rows": rows + _on_h100(h)}
+    for temperature, draft, category in EXECUTED[: 1 if quick else None]:
+        rows += _executed(recording(state, temperature, quick), draft, category, quick)
+    return {"rows": rows + _on_h100(recording(state, 0.0, quick))}
 
 
-def _row(
-    cell: str, policy: str, beside: str, predicted: list[float], share: float
-) -> dict[str, Any]:
-    """A policy's speed over another's."""
+def _row(cell: str, policy: str, predicted: list[float], share: float) -> dict[str, Any]:
+    """A policy's speed over no speculation."""
     inside = predicted[1] <= share <= predicted[2]
-    about = {"cell": cell, "policy": policy, "beside": beside}
-    return {**about, "predicted": predicted, "executed": round(share, 4), "inside": inside}
+    executed = {"executed": round(share, 4), "inside": inside}
+    return {"cell": cell, "policy": policy, "predicted": predicted, **executed}
 
 
-def _executed(
-    h: Halves, pair: LoadedPair, profile: LatencyProfile, draft: str, category: str, quick: bool
-) -> list[dict[str, Any]]:
-    """A cell's winner beside its best chain and nothing, executed in turns, prompts included."""
+def _executed(h: Halves, draft: str, category: str, quick: bool) -> list[dict[str, Any]]:
+    """The best chain, tree and classifier of a cell beside no speculation, executed in turns,
+    prompts included."""
+    profile = cpu_profile(h)
     limits = fit_drafts(h.store, h.pair, h.recording, [draft], fixed=(), routed=())[draft]
     drafted, requests = Drafted.of(h, draft, limits), categories(h)[category]
-    seconds, test = drafted.seconds(profile), [i for i in h.test if i in requests]
-    cell = judged(seconds, h, drafted.policies, requests)
-    labels = [policy.label() for policy in drafted.policies]
-    names = [cell["policy"], cell["chain"], AUTOREGRESSIVE.label()]
-    policies = [drafted.policies[labels.index(name)] for name in names]
-    places = test[: 2 if quick else 16]
-    texts = [h.trace.trajectories[i] for i in places]
-    workload = lab.requests(len(h.trace.trajectories))
+    fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
+    seconds = drafted.seconds(profile)
+    best = best_of_each(seconds[:, fit], drafted.policies)
+    places = test[: 2 if quick else 10]
+    text = h.trace.trajectories[places[0]]
+    workload = requests_of(len(h.trace.trajectories))
     workload = replace(workload, requests=tuple(workload.requests[i] for i in places))
-    options = DecodeOptions(texts[0].sampling, texts[0].max_new_tokens)
-    encoded = encode(pair, workload, options)
-    compared = compare(pair, policies, encoded, passes=2, profile=profile, artifacts=h.find)
-    of = compared.timings.seconds
-    totals = [float(np.nanmedian(of[policy.id], axis=1).sum()) for policy in policies]
-    title = f"{pair.spec.name}, {draft}, {category}, temperature {texts[0].sampling.temperature:g}"
+    encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
+    policies = {name: drafted.policies[best[name]] for name in ("nothing", *SHOWN)}
+    every = [*policies.values()]
+    timings = compare(h.pair, every, encoded, passes=2, profile=profile, artifacts=h.find).timings
+    totals = {
+        name: float(np.nanmedian(timings.seconds[policy.id], axis=1).sum())
+        for name, policy in policies.items()
+    }
+    title = f"demo, {draft}, {category}, temperature {text.sampling.temperature:g}"
     rows = []
-    for n in (1, 2):
-        one, other = (seconds[labels.index(name)][test] for name in (names[0], names[n]))
-        predicted = times_as_fast(one, other, len(places))
-        rows.append(_row(title, names[0], names[n], predicted, totals[n] / totals[0]))
+    for name in SHOWN:
+        one, other = (seconds[best[m], test] for m in (name, "nothing"))
+        predicted, share = times_as_fast(one, other, len(places)), totals["nothing"] / totals[name]
+        rows.append(_row(title, policies[name].label(), predicted, share))
     return rows
+
+
+SHOWN = ("chain", "tree", "classifier")
 
 
 def _on_h100(h: Halves) -> list[dict[str, Any]]:
@@ -505,7 +493,7 @@ def _on_h100(h: Halves) -> list[dict[str, Any]]:
             one, other = (replay.seconds[h.test] for replay in replays)
             predicted = times_as_fast(one, other, tried["executed_requests"])
             share, title = tried["ratio_to_autoregressive"], f"H100, {run['models']}"
-            rows.append(_row(title, tried["label"], "autoregressive", predicted, share))
+            rows.append(_row(title, tried["label"], predicted, share))
     return rows
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import map_page
 import numpy as np
 from verdicts import (
     NOT_MET,
@@ -505,6 +506,10 @@ def coupled_costs_chains() -> tuple[int, int]:
 
 def main() -> None:
     (ROOT / "docs" / "results.md").write_text(results())
+    figures = load("map")
+    (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures["cells"]))
+    file = ROOT / "docs" / "map.md"
+    file.write_text(map_page.between(file.read_text(), figures))
     readme = ROOT / "README.md"
     head, rest = readme.read_text().split(BEGIN)
     readme.write_text(f"{head}{BEGIN}\n{highlights()}\n{END}{rest.split(END)[1]}")

@@ -1,0 +1,102 @@
+"""bench/map.py at a tiny size: cells are what replays by their costs would be, and docs/map.md says
+what bench/results/map.json shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.spaces import DraftLimits
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The modules ``map``, ``map_costs``, ``map_page`` and ``lab`` of bench/."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import lab
+        import map as the_map
+        import map_costs
+        import map_page
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+    return the_map, map_costs, map_page, lab
+
+
+@pytest.fixture(scope="module")
+def halves(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return bench[3].halves(tmp_path_factory.mktemp("map"), 0.0, quick=True)
+
+
+@pytest.fixture(scope="module")
+def drafted(bench: Any, halves: Any) -> dict[str, Any]:
+    """Policies of two drafts, replayed."""
+    limits = DraftLimits(rows=4096)
+    return {draft: bench[0].Drafted.of(halves, draft, limits) for draft in ("small", "head")}
+
+
+@pytest.mark.parametrize("draft", ["small", "head"])
+def test_a_cell_of_the_grid_is_what_a_replay_by_its_costs_gives(
+    bench: Any, halves: Any, drafted: dict[str, Any], draft: str
+) -> None:
+    the_map, map_costs, *_ = bench
+    of_draft = drafted[draft]
+    kinds = {the_map.mechanism(policy) for policy in of_draft.policies}
+    assert {"nothing", "chain", "window", "tree"} <= kinds
+    for cost, slope in ((0.05, 0.003), (0.2, 0.1)):
+        profile = map_costs.grid_profile(halves.pair.id, draft, 4096, cost, slope)
+        cells = of_draft.grid_seconds(cost, slope)
+        for policy, seconds in zip(of_draft.policies, cells, strict=True):
+            replay = run_replay(halves.trace, policy, profile, approximate=True)
+            np.testing.assert_allclose(seconds, replay.seconds, err_msg=policy.label())
+    # autoregression takes a pass a token
+    np.testing.assert_allclose(cells[0], np.diff(halves.trace.offsets))
+
+
+def test_policies_are_chosen_on_one_half_and_compared_on_the_other(
+    bench: Any, halves: Any, drafted: dict[str, Any]
+) -> None:
+    the_map, of_draft = bench[0], drafted["small"]
+    every = set(range(len(halves.trace.trajectories)))
+    seconds = of_draft.grid_seconds(0.05, 0.003)
+    before = the_map.judged(seconds, halves, of_draft.policies, every)
+    changed = seconds.copy()
+    changed[:, halves.test] *= np.linspace(1, 2, len(changed))[:, None]
+    after = the_map.judged(changed, halves, of_draft.policies, every)
+    assert (before["winner"], before["policy"]) == (after["winner"], after["policy"])
+    assert before["over_nothing"] != after["over_nothing"]
+    labels = [policy.label() for policy in of_draft.policies]
+    plain, best = (changed[n, halves.test].sum() for n in (0, labels.index(after["policy"])))
+    value, low, high = after["over_nothing"]
+    assert value == pytest.approx(plain / best, abs=1e-4)
+    assert low <= value <= high
+    dear = the_map.judged(of_draft.grid_seconds(5.0, 5.0), halves, of_draft.policies, every)
+    assert dear["verdict"] == "nothing"
+
+
+@pytest.mark.parametrize("draft", ["medium", "head"])
+def test_one_client_takes_the_rounds_of_a_replay(bench: Any, halves: Any, draft: str) -> None:
+    the_map = bench[0]
+    trace, order = the_map.servable(halves), halves.test
+    policy = the_map.parse_policy({"draft": draft, "window": the_map.fixed(3)})
+    replay = run_replay(halves.trace.select(order), policy, None, approximate=True)
+    counts, _ = the_map.steps_of(trace, draft, 3, 1, order, the_map.FREE)
+    assert counts[0] == replay.total.rounds + len(order)  # a step reads a prompt
+
+
+def test_pages_show_what_was_measured(bench: Any) -> None:
+    map_page = bench[2]
+    figures = json.loads((ROOT / "bench" / "results" / "map.json").read_text())
+    text = (ROOT / "docs" / "map.md").read_text()
+    assert map_page.between(text, figures) == text
+    assert map_page.figure(figures["cells"]) == (ROOT / "docs" / "map.svg").read_text()
+    assert len(figures["cells"]) >= 500
+    assert len(text.split()) <= 1200  # 700 of them by hand
