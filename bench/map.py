@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lab import (
@@ -42,11 +42,12 @@ from spectune.engines.rules import RULES
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.simulate.serving import serve
 from spectune.optimizer.simulate.step_costs import StepCosts, Surface, step_costs
 from spectune.optimizer.simulate.tree_tables import ABSENT
 from spectune.optimizer.spaces import DraftLimits
+from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.tables import LatencyProfile
@@ -81,7 +82,7 @@ STOPS: tuple[dict[str, Any], ...] = (
     *({"kind": "joint_prob", "threshold": t} for t in (0.1, 0.3)),
 )
 MECHANISMS = (
-    "nothing", "chain", "window", "shortlist", "tree", "own score", "bins", "classifier", "two",
+    "nothing", "chain", "tree", "own score", "window", "shortlist", "bins", "classifier", "two",
 )  # fmt: skip
 """From simple to elaborate. ``window`` (on the fly), ``shortlist`` (FR-Spec, DynaSpec), ``bins``
 (HeteroSpec) and ``classifier`` (C2T) are the papers', over chains or trees; ``two``: of two of
@@ -168,54 +169,84 @@ def policies_of(draft: str, limits: DraftLimits, longest: int) -> list[Policy]:
 # ------------------------------------------------------------------------------------------- cells
 
 
+class Tried(NamedTuple):
+    """A policy, and the requests that it decodes: under ``rejection`` their texts are others, whose
+    seconds are scaled to as many tokens (``scale`` [requests])."""
+
+    policy: Policy
+    trace: ReplayTrace
+    scale: Floats | float = 1.0
+    rejection: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.policy.label() + " by rejection" * self.rejection
+
+    def replay(self, find: Artifacts, profile: LatencyProfile) -> Replay:
+        return run_replay(self.trace, self.policy, profile, artifacts=find, approximate=True)
+
+    def seconds(self, find: Artifacts, profile: LatencyProfile) -> Floats:
+        return self.replay(find, profile).seconds * self.scale
+
+
 @dataclass(frozen=True)
 class Drafted:
     """A draft's policies on a recording, each replayed once. ``counts`` [policies, requests, 5]:
     rounds, drafted tokens, passes, further rows of passes, and passes by the part of the output
-    head that each evaluates. Policies are left out that read unrecorded distributions in more than
-    :data:`UNRECORDED` of their rounds; in the others' those have no children."""
+    head that each evaluates. Policies are ``left_out`` that read unrecorded distributions in more
+    than :data:`UNRECORDED` of their rounds; in the others' those have no children. ``sampled`` is
+    the recording by rejection, of chains alone."""
 
     halves: Halves
     draft: str
     rows: int
-    policies: list[Policy]
+    tried: list[Tried]
     counts: Floats
-    left_out: list[str]
+    left_out: int
 
     @classmethod
-    def of(cls, h: Halves, draft: str, limits: DraftLimits) -> Drafted:
+    def of(
+        cls, h: Halves, draft: str, limits: DraftLimits, sampled: Halves | None = None
+    ) -> Drafted:
         rows, longest = limits.rows or 1, 8 if draft == "head" else 12
+        policies = [Tried(policy, h.trace) for policy in policies_of(draft, limits, longest)]
+        if sampled is not None and draft in sampled.trace.panoramas:
+            scale = _tokens(h.trace) / _tokens(sampled.trace)
+            policies += [
+                Tried(one.policy, sampled.trace, scale, rejection=True)
+                for one in policies
+                if one.policy.speculates and not one.policy.is_tree and not one.policy.shortlisted
+            ]
         further = flat(h.pair.id, draft, rows, {"pass": (0.0, 1.0)})
         heads = flat(h.pair.id, draft, rows, {"head": (0.0, 1.0)})
-        policies, counts, left_out = [], [], []
-        for policy in policies_of(draft, limits, longest):
-            options = {"artifacts": h.find, "approximate": True}
-            replay = run_replay(h.trace, policy, further, **options)
+        tried, counts = [], []
+        for one in policies:
+            replay = one.replay(h.find, further)
             if replay.missing > UNRECORDED * replay.total.rounds:
-                left_out.append(policy.label())
                 continue
-            evaluated = run_replay(h.trace, policy, heads, **options).seconds
-            policies.append(policy)
+            evaluated = one.replay(h.find, heads).seconds
             columns = (*replay.counts[:, [0, 3, 4]].T, replay.seconds, evaluated)
-            counts.append(np.stack(columns, axis=1))
-        return cls(h, draft, rows, policies, np.array(counts, np.float64), left_out)
+            counts.append(np.stack([column * one.scale for column in columns], axis=1))
+            tried.append(one)
+        return cls(h, draft, rows, tried, np.array(counts), len(policies) - len(tried))
 
     def grid_seconds(self, cost: float, slope: float) -> Floats:
         """Of every policy and request in a cell of the grid, [policies, requests]."""
         seconds = self.counts @ price(self.draft, cost, slope)
         profile = grid_profile(self.halves.pair.id, self.draft, self.rows, cost, slope)
-        for n, policy in enumerate(self.policies):
-            if policy.needs_profile:
-                seconds[n] = self._replay(policy, profile)
+        for n, one in enumerate(self.tried):
+            if one.policy.needs_profile:
+                seconds[n] = one.seconds(self.halves.find, profile)
         return seconds
 
     def seconds(self, profile: LatencyProfile) -> Floats:
         """The same by a profile."""
-        return np.array([self._replay(policy, profile) for policy in self.policies])
+        return np.array([one.seconds(self.halves.find, profile) for one in self.tried])
 
-    def _replay(self, policy: Policy, profile: LatencyProfile) -> Floats:
-        options = {"artifacts": self.halves.find, "approximate": True}
-        return run_replay(self.halves.trace, policy, profile, **options).seconds
+
+def _tokens(trace: ReplayTrace) -> Floats:
+    """Of each replayed text."""
+    return np.diff(trace.offsets)[trace.order].astype(np.float64)
 
 
 def times_as_fast(one: Floats, other: Floats, size: int | None = None) -> list[float]:
@@ -227,22 +258,23 @@ def times_as_fast(one: Floats, other: Floats, size: int | None = None) -> list[f
     return [round(float(x), 4) for x in (other.sum() / one.sum(), *ends)]
 
 
-def best_of_each(seconds: Floats, policies: Sequence[Policy]) -> dict[str, int]:
+def best_of_each(seconds: Floats, tried: Sequence[Tried]) -> dict[str, int]:
     """The fastest policy of each mechanism, by place."""
     order = np.argsort(-seconds.sum(1), kind="stable")
-    return {mechanism(policies[n]): int(n) for n in order}
+    return {mechanism(tried[n].policy): int(n) for n in order}
 
 
 def judged(
-    seconds: Floats, h: Halves, policies: Sequence[Policy], requests: set[int]
+    seconds: Floats, h: Halves, tried: Sequence[Tried], requests: set[int]
 ) -> dict[str, Any]:
     """A cell: the winner, by how much over the best tuned chain and over nothing, and two papers
-    together over the best of one. The ``verdict`` is the winner where it is faster than the best
-    chain beyond noise, else that chain, or nothing where that is not faster than no speculation;
-    ``speed`` is the verdict's over nothing. ``seconds`` [policies, requests]; ratios are of speeds
-    on the half that chose nothing, with 95% intervals."""
+    together over the best of one. The ``verdict`` is what is faster than all simpler beyond noise:
+    from nothing on it is the best chain, then the best tree, then the winner if that is faster than
+    the verdict so far; its ``speed`` is over nothing, its ``gain`` over the best chain. ``seconds``
+    [policies, requests]; ratios are of speeds on the half that chose nothing, with 95%
+    intervals."""
     fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
-    best = best_of_each(seconds[:, fit], policies)
+    best = best_of_each(seconds[:, fit], tried)
     speeds = {name: 1 / seconds[n, fit].sum() for name, n in best.items()}
     fastest = max(speeds.values())
     winner = next(m for m in MECHANISMS if speeds.get(m, 0.0) >= fastest * (1 - TIE))
@@ -250,21 +282,23 @@ def judged(
     def ratio(one: str, other: str) -> list[float]:
         return times_as_fast(*(seconds[best[m]][test] for m in (one, other)))
 
-    base = "chain" if ratio("chain", "nothing")[1] > 1 else "nothing"
-    pays = winner not in (base, "chain", "nothing") and ratio(winner, base)[1] > 1
+    verdict = "nothing"
+    for step in dict.fromkeys(m for m in ("chain", "tree", winner) if m in best):
+        if ratio(step, verdict)[1] > 1:
+            verdict = step
     found: dict[str, Any] = {
         "winner": winner,
-        "policy": policies[best[winner]].label(),
+        "policy": tried[best[winner]].name,
         "over_chain": ratio(winner, "chain"),
         "over_nothing": ratio(winner, "nothing"),
-        "chain": policies[best["chain"]].label(),
-        "verdict": winner if pays else base,
-        "speed": ratio(winner if pays else base, "nothing"),
+        "chain": tried[best["chain"]].name,
+        "verdict": verdict,
+        "speed": ratio(verdict, "nothing"),
+        "gain": ratio(verdict, "chain"),
     }
     if "two" in speeds:
-        single = [m for m in ("window", "shortlist", "bins", "classifier") if m in speeds]
-        alone = max(single, key=lambda m: speeds[m])
-        found["two"] = [policies[best["two"]].label(), *ratio("two", alone)]
+        alone = max((m for m in MECHANISMS[4:8] if m in speeds), key=lambda m: speeds[m])
+        found["two"] = [tried[best["two"]].name, *ratio("two", alone)]
     return found
 
 
@@ -362,9 +396,10 @@ class Served:
 # ------------------------------------------------------------------------------------------ the map
 
 
-def recording(state: Path, temperature: float, quick: bool) -> Halves:
+def recording(state: Path, temperature: float, quick: bool, **options: Any) -> Halves:
     """The first :data:`REQUESTS` demo requests at a temperature."""
-    h = halves(state, temperature, quick, count=REQUESTS if temperature else 180)
+    count = REQUESTS if temperature else 180
+    h = halves(state, temperature, quick, count=count, **options)
     fit, test = ([i for i in half if i < REQUESTS] for half in (h.fit, h.test))
     return replace(h, trace=h.trace.select(sorted(fit + test)), fit=fit, test=test)
 
@@ -376,14 +411,17 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
     left_out: dict[str, int] = {}
     for temperature in TEMPERATURES:
         h = recording(state, temperature, quick)
+        sampled = None
+        if temperature:
+            sampled = recording(state, temperature, quick, verifier="rejection", trees=False)
         models = list(h.pair.models)
         listed = [] if temperature else LISTED
         limits = fit_drafts(h.store, h.pair, h.recording, models, fixed=listed, routed=listed)
-        groups, every, trace = categories(h), [*named(h)], servable(h)
+        groups, every, chains = categories(h), [*named(h)], servable(h)
         for draft in (*models, "ngram"):
             say(f"temperature {temperature:g}, {draft}")
-            drafted = Drafted.of(h, draft, limits.get(draft, DraftLimits()))
-            left_out[f"{draft}, temperature {temperature:g}"] = len(drafted.left_out)
+            drafted = Drafted.of(h, draft, limits.get(draft, DraftLimits()), sampled)
+            left_out[f"{draft}, temperature {temperature:g}"] = drafted.left_out
             costs = [(0.0, s) for s in SLOPES] if draft == "ngram" else [
                 (c, s) for c in DRAFT_COSTS for s in SLOPES
             ]  # fmt: skip
@@ -402,8 +440,10 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
                 seconds.append(({**about, "hardware": one.name}, drafted.seconds(one.profile)))
             for category, requests in groups.items():
                 for key, each in seconds:
-                    cell = judged(each, h, drafted.policies, requests)
+                    cell = judged(each, h, drafted.tried, requests)
                     cells.append({**key, "batch": 1, "category": category, **cell})
+            by_rejection = sampled is not None and draft in sampled.trace.panoramas
+            trace = sampled.trace if by_rejection else chains
             for batch in BATCHES:
                 for category, requests in groups.items():
                     served = Served.of(h, trace, draft, batch, requests)
@@ -453,13 +493,13 @@ def _executed(h: Halves, draft: str, category: str, quick: bool) -> list[dict[st
     drafted, requests = Drafted.of(h, draft, limits), categories(h)[category]
     fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
     seconds = drafted.seconds(profile)
-    best = best_of_each(seconds[:, fit], drafted.policies)
+    best = best_of_each(seconds[:, fit], drafted.tried)
     places = test[: 2 if quick else 10]
     text = h.trace.trajectories[places[0]]
     workload = requests_of(len(h.trace.trajectories))
     workload = replace(workload, requests=tuple(workload.requests[i] for i in places))
     encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
-    policies = {name: drafted.policies[best[name]] for name in ("nothing", *SHOWN)}
+    policies = {name: drafted.tried[best[name]].policy for name in ("nothing", *SHOWN)}
     every = [*policies.values()]
     timings = compare(h.pair, every, encoded, passes=2, profile=profile, artifacts=h.find).timings
     totals = {
@@ -512,18 +552,16 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     state, path = ROOT / ".acceptance" / ("quick" if options.quick else "."), RESULTS / "map.json"
     state.mkdir(parents=True, exist_ok=True)
-    figures = json.loads(path.read_text()) if path.exists() else {}
+    made: dict[str, Any] = {}
     for part in options.only:
         began = time.perf_counter()
-        figures[part] = parts[part](state, options.quick)
-        figures["cells"] = figures[part].pop("cells", figures.get("cells", []))
-        figures[part] |= {
-            "seconds": round(time.perf_counter() - began),
-            "environment": environment(),
-        }
-    cells = figures.pop("cells", [])
-    say(f"{len(cells)} cells")
-    if not options.quick:
-        rows = ",\n".join(map(json.dumps, cells))
-        text = json.dumps({**figures, "cells": []}, indent=1)
-        path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")
+        made[part] = parts[part](state, options.quick)
+        seconds = round(time.perf_counter() - began)
+        made[part] |= {"seconds": seconds, "environment": environment()}
+    if options.quick:
+        return
+    figures = (json.loads(path.read_text()) if path.exists() else {}) | made
+    cells = figures.get("replay", {}).pop("cells", figures.pop("cells", []))
+    text = json.dumps({**figures, "cells": []}, indent=1)
+    rows = ",\n".join(map(json.dumps, cells))
+    path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")

@@ -14,26 +14,31 @@ COLOURS = {
     "two": "#d94801",
 }  # fmt: skip
 NAMES = {
-    "nothing": "no speculation", "chain": "chain", "window": "adaptive window",
+    "nothing": "no speculation", "chain": "chain", "window": "adaptive window or depth",
     "shortlist": "shortlist", "tree": "tree (EAGLE-2)", "own score": "tree, coupled score",
     "bins": "bins (HeteroSpec)", "classifier": "classifier (C2T)", "two": "two papers together",
 }  # fmt: skip
 BEGIN, END = "<!-- map:begin -->", "<!-- map:end -->"
-WIDTH, HEIGHT, LEFT, TOP, GAP = 46, 24, 86, 46, 22
+ABOUT = (
+    "Times as fast as no speculation. Up: what a further token costs in the target's pass; right:",
+    "what a pass of the draft costs, in passes of the target. Several requests: chains only.",
+)
+WIDTH, HEIGHT, LEFT, TOP, GAP = 46, 24, 46, 52, 22
 """Of a cell, of the margins, and between panels, in pixels."""
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:g}%"
+    return f"{100 * value:.2g}%"
 
 
 def ratio(interval: Sequence[float]) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*interval)
 
 
-def figure(cells: Iterable[Cell], draft: str = "head") -> str:
+def figure(figures: dict[str, Any], draft: str = "head") -> str:
     """The map of a draft over all categories as SVG: a panel for each temperature and batch, a
     square for each draft cost and slope, coloured by what pays and with the speed over none."""
+    cells, hardware = figures["cells"], figures["replay"]["hardware"]
     grid = [c for c in cells if c["draft"] == draft and c["category"] == "all" and "slope" in c]
     axes = (
         sorted({c[key] for c in grid}) for key in ("draft_cost", "slope", "batch", "temperature")
@@ -50,8 +55,8 @@ def figure(cells: Iterable[Cell], draft: str = "head") -> str:
             f"{escape(words)}</text>"
         )
 
-    text(LEFT, 14, "Up: what a further token in the target's pass costs. Right: what a pass of the "
-         "draft costs. Both in passes of the target.", "start")  # fmt: skip
+    for y, line in zip((14, 27), ABOUT, strict=True):
+        text(LEFT, y, line, "start")
     for c in grid:
         x = LEFT + batches.index(c["batch"]) * (wide + GAP) + costs.index(c["draft_cost"]) * WIDTH
         row = len(slopes) - 1 - slopes.index(c["slope"])
@@ -65,18 +70,23 @@ def figure(cells: Iterable[Cell], draft: str = "head") -> str:
         y = TOP + i * (high + GAP + 20)
         for j, batch in enumerate(batches):
             x = LEFT + j * (wide + GAP)
-            at_once = "1 request" if batch == 1 else f"{batch} at once, chains only"
-            text(x + wide / 2, y - 6, f"temperature {temperature:g}, {at_once}", size=12)
+            title = f"temperature {temperature:g}, {batch} request{'s' * (batch > 1)}"
+            text(x + wide / 2, y - 6, title, size=12)
             for k, cost in enumerate(costs):
                 text(x + (k + 0.5) * WIDTH, y + high + 13, percent(cost))
         for k, slope in enumerate(reversed(slopes)):
             text(LEFT - 6, y + k * HEIGHT + HEIGHT / 2 + 4, percent(slope), "end")
     shown = [name for name in COLOURS if any(c["verdict"] == name for c in grid)]
     for n, name in enumerate(shown):
-        x, y = LEFT + n % 4 * 150, legend + n // 4 * 18
+        x, y = LEFT + n % 4 * 155, legend + n // 4 * 18
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[name]}"/>')
         text(x + 17, y, NAMES[name], "start")
     bottom = legend + (len(shown) + 3) // 4 * 18
+    for name, about in hardware.items():
+        if about["label"] != "roofline" and about["place"][0] > 0.01:
+            text(LEFT, bottom, f"{name}: right {percent(about['place'][0])}, up "
+                 f"{percent(about['place'][1])} ({about['label']})", "start", 10)  # fmt: skip
+            bottom += 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{bottom}" '
         f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>\n'
@@ -110,7 +120,7 @@ def page(figures: dict[str, Any]) -> list[str]:
     ]
     rows = []
     for name in COLOURS:
-        gains = sorted(c["over_chain"][0] for c in single if c["verdict"] == name)
+        gains = sorted(c["gain"][0] for c in single if c["verdict"] == name)
         if gains and name not in ("nothing", "chain"):
             middle = gains[len(gains) // 2]
             rows.append(

@@ -507,7 +507,7 @@ def coupled_costs_chains() -> tuple[int, int]:
 def main() -> None:
     (ROOT / "docs" / "results.md").write_text(results())
     figures = load("map")
-    (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures["cells"]))
+    (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures))
     file = ROOT / "docs" / "map.md"
     file.write_text(map_page.between(file.read_text(), figures))
     readme = ROOT / "README.md"

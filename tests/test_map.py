@@ -49,14 +49,14 @@ def test_a_cell_of_the_grid_is_what_a_replay_by_its_costs_gives(
 ) -> None:
     the_map, map_costs, *_ = bench
     of_draft = drafted[draft]
-    kinds = {the_map.mechanism(policy) for policy in of_draft.policies}
+    kinds = {the_map.mechanism(one.policy) for one in of_draft.tried}
     assert {"nothing", "chain", "window", "tree"} <= kinds
     for cost, slope in ((0.05, 0.003), (0.2, 0.1)):
         profile = map_costs.grid_profile(halves.pair.id, draft, 4096, cost, slope)
         cells = of_draft.grid_seconds(cost, slope)
-        for policy, seconds in zip(of_draft.policies, cells, strict=True):
-            replay = run_replay(halves.trace, policy, profile, approximate=True)
-            np.testing.assert_allclose(seconds, replay.seconds, err_msg=policy.label())
+        for one, seconds in zip(of_draft.tried, cells, strict=True):
+            replay = run_replay(halves.trace, one.policy, profile, approximate=True)
+            np.testing.assert_allclose(seconds, replay.seconds, err_msg=one.name)
     # autoregression takes a pass a token
     np.testing.assert_allclose(cells[0], np.diff(halves.trace.offsets))
 
@@ -67,18 +67,18 @@ def test_policies_are_chosen_on_one_half_and_compared_on_the_other(
     the_map, of_draft = bench[0], drafted["small"]
     every = set(range(len(halves.trace.trajectories)))
     seconds = of_draft.grid_seconds(0.05, 0.003)
-    before = the_map.judged(seconds, halves, of_draft.policies, every)
+    before = the_map.judged(seconds, halves, of_draft.tried, every)
     changed = seconds.copy()
     changed[:, halves.test] *= np.linspace(1, 2, len(changed))[:, None]
-    after = the_map.judged(changed, halves, of_draft.policies, every)
+    after = the_map.judged(changed, halves, of_draft.tried, every)
     assert (before["winner"], before["policy"]) == (after["winner"], after["policy"])
     assert before["over_nothing"] != after["over_nothing"]
-    labels = [policy.label() for policy in of_draft.policies]
-    plain, best = (changed[n, halves.test].sum() for n in (0, labels.index(after["policy"])))
+    names = [one.name for one in of_draft.tried]
+    plain, best = (changed[n, halves.test].sum() for n in (0, names.index(after["policy"])))
     value, low, high = after["over_nothing"]
     assert value == pytest.approx(plain / best, abs=1e-4)
     assert low <= value <= high
-    dear = the_map.judged(of_draft.grid_seconds(5.0, 5.0), halves, of_draft.policies, every)
+    dear = the_map.judged(of_draft.grid_seconds(5.0, 5.0), halves, of_draft.tried, every)
     assert dear["verdict"] == "nothing"
 
 
@@ -97,6 +97,6 @@ def test_pages_show_what_was_measured(bench: Any) -> None:
     figures = json.loads((ROOT / "bench" / "results" / "map.json").read_text())
     text = (ROOT / "docs" / "map.md").read_text()
     assert map_page.between(text, figures) == text
-    assert map_page.figure(figures["cells"]) == (ROOT / "docs" / "map.svg").read_text()
+    assert map_page.figure(figures) == (ROOT / "docs" / "map.svg").read_text()
     assert len(figures["cells"]) >= 500
     assert len(text.split()) <= 1200  # 700 of them by hand
