@@ -26,9 +26,8 @@ from spectune.demo.recipes import MAX_POSITIONS
 
 _TOKENIZER_CHARS = 40_000_000
 """Characters that a tokenizer is trained on, at most about."""
-# Tokens are pairs of bytes, and modules repeat each other far apart: a quarter smaller than by
-# xz's own choice.
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
+# Tokens are pairs of bytes, and modules repeat each other far apart.
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 2, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 25}]
 
 
 def train_tokenizer(documents: Sequence[Document], vocab: int) -> PreTrainedTokenizerFast:
@@ -86,8 +85,9 @@ def pack(
 ) -> None:
     """Writes ``tokenizer/``, trained on the text, and ``tokens.xz``, documents ordered by category
     as tokens."""
-    tokenizer = train_tokenizer(training, vocab)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    if not (folder / "tokenizer").exists():
+        train_tokenizer(training, vocab).save_pretrained(folder / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     tensors = {}
     for side, documents in (("training", training), ("held_out", held_out)):
         counts = [sum(d.category == category for d in documents) for category in CATEGORIES]

@@ -46,6 +46,8 @@ _TOPICS_FILE = "pydoc_data/topics.py"
 # Shorter docstrings say little on their own, and the code documents hold them anyway.
 _MIN_PROSE_CHARS = 120
 _MAX_FILE_BYTES = 400_000
+# The few largest packages, whose modules are much alike, would outweigh all others.
+_MAX_PACKAGE_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,26 @@ def code_documents(held_out: bool, /) -> tuple[Document, ...]:
 def package_documents(folders: tuple[Path, ...], held_out: bool, /) -> tuple[Document, ...]:
     """The modules of packages installed below ``folders`` (``site-packages``) on one side of the
     rule, whole packages on either; no text twice. A package is read from the first folder that has
-    it."""
+    it; of a large one every second module, or every third, and so on."""
     documents: dict[str, Document] = {}
-    packages: set[str] = set()
+    packages: dict[str, list[Path]] = {}
     # A text may stand in several packages: it must not reach training by another name.
     elsewhere = set() if held_out else {d.text for d in package_documents(folders, True)}
     for root in folders:
-        paths = [path for path in _sources(root) if path.parts[0] not in packages]
-        packages.update(path.parts[0] for path in paths)
-        for path in paths:
-            text = _read(root / path) if is_held_out(path.parts[0]) == held_out else None
+        of_root: dict[str, list[Path]] = {}
+        for path in _sources(root):
+            of_root.setdefault(path.parts[0], []).append(root / path)
+        packages = of_root | packages
+    for package, paths in packages.items():
+        if is_held_out(package) != held_out:
+            continue
+        every = 1 + sum(path.stat().st_size for path in paths) // _MAX_PACKAGE_BYTES
+        for path in paths[::every]:
+            text = _read(path)
             # The tokenizer would take the mark for the end of a document.
             if text and text.strip() and END_OF_TEXT not in text and text not in elsewhere:
-                documents.setdefault(text, Document("code", str(path), text))
+                key = "/".join(path.parts[path.parts.index(package) :])
+                documents.setdefault(text, Document("code", key, text))
     return tuple(documents.values())
 
 
