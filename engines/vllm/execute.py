@@ -78,7 +78,7 @@ class RunningServer(Swapping):
         most, seats = self._described.num_speculative_tokens or 0, self._described.max_num_seqs
         self.wanted = Wanted(self.draft, most, seats, self._described.max_len)
         self._before = read_policy(folder)
-        self._version, self._policies = 0, dict[int, str]()
+        self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
         self._warm()
@@ -125,10 +125,10 @@ class RunningServer(Swapping):
     def put_in_force(self, policy: Policy) -> None:
         if self._policies.get(self._version) == policy.id:
             return
-        table = {**table_of(policy, self._described, self.draft), **self._texts}
+        table = table_of(policy, self._described, self.draft)
         with self._lock:
-            version = min(self._version - 1, -int(time.time()))  # of no publication
-            write_policy(self.folder, {"version": version, **table})
+            version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
+            write_policy(self.folder, {"version": version, **table, **self._texts})
             self._version, self._policies[version] = version, policy.id
         deadline = time.monotonic() + IN_FORCE_S
         while (status := self._status()).in_force.version != version:
