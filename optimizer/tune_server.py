@@ -14,6 +14,7 @@ import numpy as np
 from spectune.engines.protocol import Prompt
 from spectune.engines.vllm.execute import RunningServer
 from spectune.engines.vllm.follow_policy import PolicyWriter
+from spectune.engines.vllm.retrace import Retracer
 from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
@@ -87,8 +88,10 @@ def record_draft(
     *,
     progress: Progress = silent,
 ) -> None:
-    """Computes what the server's draft proposes at every position of a recording, where the pair
-    has it as a checkpoint, which is loaded then."""
+    """Makes what the server's draft proposes at every position of a recording: by the pair, which
+    is loaded, where that has the draft as a checkpoint, else by the server itself."""
+    if server.draft in server.spec.methods:
+        Retracer(store, info, server, progress=progress).run()
     if server.draft in server.spec.drafts:
         pair = load()
         with pair.torch_threads():

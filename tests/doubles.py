@@ -49,7 +49,13 @@ class FakeVllm(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, pair: LoadedPair, draft: str | None = "near") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        pair: LoadedPair,
+        draft: str | None = "near",
+        method: str = "draft_model",
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         folder.mkdir(exist_ok=True)
         self.folder, self.pair, self.draft = folder, pair, draft
@@ -66,8 +72,9 @@ class FakeVllm(ThreadingHTTPServer):
         self._running: list[Served] = []
         self.engine = {
             "engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "dtype": "float32",
-            "method": "draft_model" if draft else None, "model": pair.spec.target,
-            "draft_model": pair.spec.drafts[draft] if draft else None, "prompt_lookup": None,
+            "method": method if draft else None, "model": pair.spec.target,
+            "draft_model": pair.spec.drafts[draft] if draft and method == "draft_model" else None,
+            "prompt_lookup": None,
             "num_speculative_tokens": self.most, "above_zero": "greedy",
             "serving": {
                 "max_num_seqs": SEATS, "max_batched_tokens": 2048, "max_len": MAX_LEN,
@@ -93,6 +100,21 @@ class FakeVllm(ThreadingHTTPServer):
             self._lock.notify_all()
         request.ended.wait()
         return request
+
+    def retrace(self, body: dict[str, Any]) -> None:
+        """Notes what is proposed after the one token that a request may emit."""
+        ids, token = body["prompt"], body["allowed_token_ids"][0]
+        for (prompt, _), (text, agreeing) in self._texts.items():
+            start = len(ids) - len(prompt) + 1
+            if [*prompt, *text[: start - 1]] == ids and text[start - 1 : start] == [token]:
+                right = text[start : start + agreeing[start]] if start < len(text) else []
+                line = {"output": [token, token], "proposals": [[*right, REFUSED][:MOST]]}
+                self._append({"id": f"cmpl-{body['request_id']}-0-x", **line})
+                return
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self._lock, self.rounds.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _decode(self, ids: tuple[int, ...], most: int) -> tuple[list[int], list[int]]:
         decoder = Decoder(self.pair, StaticSource(prepare_for(self.pair, AUTOREGRESSIVE)))
@@ -147,8 +169,7 @@ class FakeVllm(ThreadingHTTPServer):
             "rounds": request.rounds,
         }  # fmt: skip
         self.noted += 1
-        with self.rounds.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._append(line)
 
     def read_policy(self) -> None:
         """Takes up what stands in ``policy.json``."""
@@ -195,6 +216,10 @@ class Answer(BaseHTTPRequestHandler):
         if body["prompt"][0] == REFUSED:
             self.answer(400, {"message": "the prompt\n is too long"})
             return
+        if "allowed_token_ids" in body:
+            self.server.retrace(body)
+            self.answer(200, {"choices": [{"token_ids": 2 * body["allowed_token_ids"]}]})
+            return
         served = self.server.complete(body)
         self.answer(200, {"choices": [{"token_ids": served.text, "finish_reason": "length"}]})
 
@@ -213,9 +238,11 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, pair: LoadedPair, draft: str | None = "near") -> Iterator[FakeVllm]:
+def served(
+    folder: Path, pair: LoadedPair, draft: str | None = "near", method: str = "draft_model"
+) -> Iterator[FakeVllm]:
     """A server of this pair for as long as the context lasts."""
-    with FakeVllm(folder, pair, draft) as fake:
+    with FakeVllm(folder, pair, draft, method) as fake:
         threads = [threading.Thread(target=act) for act in (fake.serve_forever, fake.run)]
         for thread in threads:
             thread.start()

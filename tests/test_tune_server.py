@@ -12,9 +12,11 @@ import pytest
 from databases import opened
 from doors import Door, write_lines
 from doubles import MOST, FakeVllm, served
+from synthetic import policy
 from waiting import eventually
 
 from spectune.engines.vllm.follow import Follower
+from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair
 
 WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
@@ -99,6 +101,24 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
         assert version, result["reason"]
         assert fake.version == version
         assert [answer.status for answer in store.acknowledgements(version)] == ["applied"]
+
+
+def test_a_draft_that_only_vllm_has_is_asked_for_its_proposals(
+    door: Door, pair: LoadedPair, tmp_path: Path
+) -> None:
+    with served(tmp_path / "folder", pair, method="mtp") as fake:
+        words = [*tune_words(fake, tmp_path), "--no-publish"]
+        words[words.index("--budget") + 1] = "1s"
+        told = Door(door.db).json(*words)
+        assert told["texts"]["differ"] == 0
+        labels = {one["label"] for one in told["executed"]}
+        assert {"autoregressive", f"mtp fixed(gamma={MOST})"} <= labels
+        assert fake.version == 0
+    with opened(door.db) as store:
+        replay = simulate(store, told["recording"], policy("mtp", MOST), None).replay
+        requests = store.load(told["recording"], (), steps=True).requests
+    # The first round is the prompt's, of which a replay knows nothing.
+    assert replay.total.rounds == sum(len(request.steps) - 1 for request in requests) > 24
 
 
 def test_what_is_wrong_is_one_line(
