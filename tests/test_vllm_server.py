@@ -76,6 +76,7 @@ def test_clients_and_arrivals_are_kept(fake: FakeVllm) -> None:
     execute(server, Load(3))
     assert fake.most_at_once == 3
     fake.arrived.clear()
+    fake.pass_s = 0.2  # so that no request has ended when the next arrives
     arrivals = (0.0, 0.0, 0.001, 0.002, 0.3)
     execute(server, Load(arrivals=arrivals), prompts=PROMPTS[:5])
     assert fake.most_at_once > 3
