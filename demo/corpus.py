@@ -121,11 +121,11 @@ def package_documents(folders: tuple[Path, ...], held_out: bool, /) -> tuple[Doc
         if is_held_out(package) != held_out:
             continue
         every = 1 + sum(path.stat().st_size for path in paths) // _MAX_PACKAGE_BYTES
-        for path in paths[::every]:
-            text = _read(path)
+        for file in paths[::every]:
+            text = _read(file)
             # The tokenizer would take the mark for the end of a document.
             if text and text.strip() and END_OF_TEXT not in text and text not in elsewhere:
-                key = "/".join(path.parts[path.parts.index(package) :])
+                key = "/".join(file.parts[file.parts.index(package) :])
                 documents.setdefault(text, Document("code", key, text))
     return tuple(documents.values())
 

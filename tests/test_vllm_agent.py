@@ -28,6 +28,11 @@ class Fault(Exception):
     """What is raised before a statement."""
 
 
+def parallel(**sizes: int) -> SimpleNamespace:
+    alone = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": 1}
+    return SimpleNamespace(**alone | sizes)
+
+
 class Core:
     """vLLM's scheduler as far as the agent uses it. Request n keeps ``(n + position) % 4`` of its
     drafted tokens; ``steps`` is all that it decided."""
@@ -122,7 +127,7 @@ def config_of(**changed: Any) -> Any:
     )
     return SimpleNamespace(**{
         "speculative_config": speculative,
-        "parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        "parallel_config": parallel(),
         "scheduler_config": SimpleNamespace(max_num_seqs=SEATS, max_num_batched_tokens=256),
         "device_config": SimpleNamespace(device_type="cpu"),
         "model_config": SimpleNamespace(model="target", dtype="torch.float32", max_model_len=512),
@@ -339,8 +344,8 @@ def test_a_broken_policy_leaves_the_last_in_force(start: Start, folder: Path, te
 
 
 REFUSED = [
-    ({"parallel_config": SimpleNamespace(data_parallel_size=2, pipeline_parallel_size=1)}, None),
-    ({"parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)}, None),
+    ({"parallel_config": parallel(data_parallel_size=2)}, None),
+    ({"parallel_config": parallel(pipeline_parallel_size=2)}, None),
     ({}, [[3, 1]] * (SEATS + 1)),
     ({}, [0, 3, 3]),
     ({}, {1: 3}),

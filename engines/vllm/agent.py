@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import zlib
@@ -417,10 +418,13 @@ def description(scheduler: Any) -> dict[str, Any]:
     ngram = str(method).startswith("ngram")
     sampled = getattr(draft, "draft_sample_method", "greedy") != "greedy"
     rates = getattr(draft, "synthetic_acceptance_rates", None)
+    device, ranks = str(config.device_config.device_type), config.parallel_config.world_size
+    platforms = None if device == "cpu" else sys.modules.get("vllm.platforms")
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
-        "device": str(config.device_config.device_type),
+        "device": device,
+        "hardware": platforms and f"{ranks} x {platforms.current_platform.get_device_name()}",
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "method": method,
         "model": config.model_config.model,
