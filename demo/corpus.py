@@ -114,8 +114,8 @@ def package_documents(folders: tuple[Path, ...], held_out: bool, /) -> tuple[Doc
     elsewhere = set() if held_out else {d.text for d in package_documents(folders, True)}
     for root in folders:
         of_root: dict[str, list[Path]] = {}
-        for path in _sources(root):
-            of_root.setdefault(path.parts[0], []).append(root / path)
+        for module in _sources(root):
+            of_root.setdefault(module.parts[0], []).append(root / module)
         packages = of_root | packages
     for package, paths in packages.items():
         if is_held_out(package) != held_out:

@@ -74,14 +74,14 @@ def generate(
     """
     rows, width = prefix.shape
     cache = StaticCache(config=target.config, max_cache_len=length)
-    named = (
+    keyword = (
         "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     )
     output = torch.empty(rows, length, dtype=torch.long, device=prefix.device)
     output[:, :width] = prefix
     step = prefix
     for at in range(width, length):
-        out = target(step, use_cache=True, logits_to_keep=1, **{named: cache})
+        out = target(step, use_cache=True, logits_to_keep=1, **{keyword: cache})
         logits = out.logits[:, -1].float()
         # argmax(logits + T g), g Gumbel, draws from softmax(logits / T), and at T = 0 is greedy.
         uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
@@ -251,9 +251,9 @@ class Trainer:
             chunks.append(written.to("cpu", torch.int16))
             seconds = time.perf_counter() - begun
             print(f"own text: {rows} rows in {seconds:.1f} s", flush=True)
-        own = torch.cat(chunks)
-        torch.save(own, path)
-        return own
+        texts = torch.cat(chunks)
+        torch.save(texts, path)
+        return texts
 
     def _is_over(self, stage: str) -> bool:
         """Whether the clock has passed the end of a stage."""
@@ -283,7 +283,7 @@ class Trainer:
         optimizers = {n: adamw(m, self._learning_rate(n), 0.1) for n, m in models.items()}
         stateful: dict[str, Any] = {
             **models,
-            **{f"{name} optimizer": own for name, own in optimizers.items()},
+            **{f"{name} optimizer": optimizer for name, optimizer in optimizers.items()},
         }
         first, share_before, history = 0, 0.0, []
         path = self.work / f"{stage}.checkpoint.pt"
