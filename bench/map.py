@@ -334,7 +334,7 @@ def steps_of(
     rules = RULES["vllm"]._replace(max_num_seqs=batch, reply_s=0.0, ahead=0)
     count = max(len(order), 3 * batch)
     load, part = Load(clients=batch), trace.select(order)
-    served = serve(part, draft, [gamma] * (batch + 1), load, rules, costs, count=count)
+    served = serve(part, draft, {0: [gamma] * (batch + 1)}, load, rules, costs, count=count)
     size, rows, _, _, passes = served.steps.T.astype(np.float64)
     counts = [len(size), np.maximum(0, rows - 1).sum(), passes.sum(), (passes * (size - 1)).sum()]
     return np.array(counts), float(served.ends_s[-1])
@@ -471,11 +471,11 @@ EXECUTED = (
 
 def executed(state: Path, quick: bool) -> dict[str, Any]:
     """Cells of this machine executed on requests that chose nothing, and what tunings executed on
-    an H100. Predicted intervals are of draws of as many requests as were executed."""
+    GPUs. Predicted intervals are of draws of as many requests as were executed."""
     rows = []
     for temperature, draft, category in EXECUTED[: 1 if quick else None]:
         rows += _executed(recording(state, temperature, quick), draft, category, quick)
-    return {"rows": rows + _on_h100(recording(state, 0.0, quick))}
+    return {"rows": rows + _on_gpus(recording(state, 0.0, quick))}
 
 
 def _row(cell: str, policy: str, predicted: list[float], share: float) -> dict[str, Any]:
@@ -518,29 +518,31 @@ def _executed(h: Halves, draft: str, category: str, quick: bool) -> list[dict[st
 SHOWN = ("chain", "tree", "classifier")
 
 
-def _on_h100(h: Halves) -> list[dict[str, Any]]:
-    """What `tune` executed on an H100, where the recording holds the policy."""
-    on_h100 = (one for one in named(h) if "ballast" in one.name)
-    profiles = {draft: one.profile for one in on_h100 for draft in one.drafts}
+def _on_gpus(h: Halves) -> list[dict[str, Any]]:
+    """What `tune` executed of the ballasted pair on GPUs, where the recording holds the policy."""
+    profiles = {one.name: one.profile for one in named(h)}
     rows = []
-    for run in json.loads((RESULTS / "gpu.json").read_text())["tune"]:
+    for file in sorted(RESULTS.glob("gpu-*.json")):
+        run = json.loads(file.read_text())["tune"]
         for tried in run["tuned"]["candidates"]:
-            if (document := ON_H100.get(tried["label"])) is None:
+            if (document := ON_GPUS.get(tried["label"])) is None:
                 continue
-            costs = profiles[document["draft"]]
+            title = f"8B of ballast, {document['draft']}, {run['on'].split()[1]}"
             policies = parse_policy(document), AUTOREGRESSIVE
-            replays = (run_replay(h.trace, p, costs, approximate=True) for p in policies)
+            replays = (run_replay(h.trace, p, profiles[title], approximate=True) for p in policies)
             one, other = (replay.seconds[h.test] for replay in replays)
             predicted = times_as_fast(one, other, tried["executed_requests"])
-            share, title = tried["ratio_to_autoregressive"], f"H100, {run['models']}"
-            rows.append(_row(title, tried["label"], predicted, share))
+            rows.append(_row(title, tried["label"], predicted, tried["ratio_to_autoregressive"]))
     return rows
 
 
-ON_H100 = {
+ON_GPUS = {
     "head fixed(gamma=4) top_k(k=8) N=60": top_k("head", 8, 4, 60),
+    "head fixed(gamma=6) top_k(width=8) select(top_n=60)": top_k("head", 8, 6, 60),
+    "ngram fixed(gamma=10)": {"draft": "ngram", "window": fixed(10)},
     "ngram fixed(gamma=12)": {"draft": "ngram", "window": fixed(12)},
 }
+"""Policies by the labels of the tunings' results."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -554,10 +556,10 @@ def main(arguments: Sequence[str]) -> None:
     state.mkdir(parents=True, exist_ok=True)
     made: dict[str, Any] = {}
     for part in options.only:
-        began = time.perf_counter()
+        began = time.process_time()
         made[part] = parts[part](state, options.quick)
-        seconds = round(time.perf_counter() - began)
-        made[part] |= {"seconds": seconds, "environment": environment()}
+        seconds = round(time.process_time() - began)
+        made[part] |= {"core_seconds": seconds, "environment": environment()}
     if options.quick:
         return
     figures = (json.loads(path.read_text()) if path.exists() else {}) | made

@@ -111,7 +111,7 @@ def named(h: Halves) -> Iterator[Named]:
     yield Named(
         *("two CPU cores, the demo pair", "measured", "`profile`, this machine"), demo, here
     )
-    yield from _h100(pair)
+    yield from _on_gpus(pair)
     document = tomllib.loads((ROOT / "bench" / "map.toml").read_text())
     for d in document["speedup"]:
         step = d["speedup"] * (d["draft_s"] + d["verify_s"]) / (d["calls"] * d["tau"])
@@ -142,21 +142,23 @@ def named(h: Halves) -> Iterator[Named]:
         yield Named(f"{target}, {draft}, {device}", "roofline", source, drafts, profile)
 
 
-def _h100(pair: str) -> Iterator[Named]:
-    """The ballasted pair's rounds on an H100."""
-    figures = json.loads((RESULTS / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
-    rows = {row["policy"]: row for row in figures["rounds"]["rows"]}
-    plain, tree = rows["autoregression"], rows["head, tree 8 wide, 4 levels, N 60"]
-    chains = {"head": "head, gamma 4", "small": "draft, gamma 4", "ngram": "prompt lookup, 8"}
-    for draft, name in chains.items():
-        chain, tokens = rows[name], 8 if draft == "ngram" else 4
-        verify = [1e-3 * row["verify ms"] for row in (plain, chain, tree)]
-        terms = {
-            "target": CostTable(tuple(verify), ("rows",), ((1.0, tokens + 1.0, 61.0),)),
-            "round": CostTable((1e-3 * chain["rest ms"],)),
-            f"tree round/{draft}": CostTable((1e-3 * (tree["rest ms"] - chain["rest ms"]),)),
-        }
-        profile = flat(pair, draft, ROWS, {"pass": (1e-3 * chain["draft ms"] / tokens, 0.0)})
-        profile = replace(profile, terms={**profile.terms, **terms})
-        source = "bench/results/gpu-nvidia-h100-80gb-hbm3.json, rounds"
-        yield Named(f"8B of ballast, {draft}, H100", "measured", source, (draft,), profile)
+def _on_gpus(pair: str) -> Iterator[Named]:
+    """The ballasted pair's rounds on GPUs, by draft."""
+    for file in sorted(RESULTS.glob("gpu-*.json")):
+        rounds = json.loads(file.read_text())["rounds"]
+        rows = {row["policy"]: row for row in rounds["rows"]}
+        plain, tree = rows["autoregression"], rows["head, tree 8 wide, 4 levels, N 60"]
+        chains = {"head": "head, gamma 4", "small": "draft, gamma 4", "ngram": "prompt lookup, 8"}
+        for draft, policy in chains.items():
+            chain, tokens = rows[policy], 8 if draft == "ngram" else 4
+            verify = tuple(1e-3 * row["verify ms"] for row in (plain, chain, tree))
+            terms = {
+                "target": CostTable(verify, ("rows",), ((1.0, tokens + 1.0, 61.0),)),
+                "round": CostTable((1e-3 * chain["rest ms"],)),
+                f"tree round/{draft}": CostTable((1e-3 * (tree["rest ms"] - chain["rest ms"]),)),
+            }
+            profile = flat(pair, draft, ROWS, {"pass": (1e-3 * chain["draft ms"] / tokens, 0.0)})
+            profile = replace(profile, terms={**profile.terms, **terms})
+            name = f"8B of ballast, {draft}, {rounds['on'].split()[1]}"
+            source = f"bench/results/{file.name}, rounds"
+            yield Named(name, "measured", source, (draft,), profile)

@@ -110,8 +110,8 @@ def page(figures: dict[str, Any]) -> list[str]:
     shares = ", ".join(f"{name} {count}" for name, count in wins.most_common())
     together = [c["two"] for c in single if c.get("two") and c["two"][2] > 1]
     lines = [
-        f"{len(cells)} cells, {len(grid)} of the grid, in {figures['replay']['seconds']} s. Beyond "
-        f"noise pays, with one request at a time ({len(single)} cells): {shares}.",
+        f"{len(cells)} cells, {len(grid)} of the grid, in {figures['replay']['core_seconds']:.0f} "
+        f"s of one core. With one request at a time pays ({len(single)} cells): {shares}.",
         "",
         _together(single, together),
         "",
