@@ -432,11 +432,8 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
                 for c, s in costs
             ]
             for one in of_hardware:
-                hardware[one.name] = {
-                    "label": one.label,
-                    "source": one.source,
-                    "place": one.place(),
-                }
+                about_it = {"label": one.label, "source": one.source, "place": {}}
+                hardware.setdefault(one.name, about_it)["place"][draft] = one.place(draft)
                 seconds.append(({**about, "hardware": one.name}, drafted.seconds(one.profile)))
             for category, requests in groups.items():
                 for key, each in seconds:

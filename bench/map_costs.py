@@ -81,11 +81,10 @@ class Named:
     drafts: tuple[str, ...]
     profile: LatencyProfile
 
-    def place(self) -> tuple[float, float]:
-        """Draft cost and slope up to 60 further tokens, in the grid's units."""
+    def place(self, draft: str) -> tuple[float, float]:
+        """A draft's cost, and the slope up to 60 further tokens, in the grid's units."""
         context, rows = self.profile.usual_context, np.array([1.0, 61.0])
         first, last = self.profile.seconds("target", rows=rows, context=np.full(2, context))
-        draft = self.drafts[0]
         one = pass_seconds(self.profile, RoundKind(draft), np.array([context]), rows[:1])
         return round(float(one[0, 0] / first), 4), round(float((last / first - 1) / 60), 5)
 

@@ -15,7 +15,7 @@ COLOURS = {
 }  # fmt: skip
 NAMES = {
     "nothing": "no speculation", "chain": "chain", "window": "adaptive window or depth",
-    "shortlist": "shortlist", "tree": "tree (EAGLE-2)", "own score": "tree, coupled score",
+    "shortlist": "shortlist", "tree": "tree (EAGLE-2, static)", "own score": "tree, coupled score",
     "bins": "bins (HeteroSpec)", "classifier": "classifier (C2T)", "two": "two papers together",
 }  # fmt: skip
 BEGIN, END = "<!-- map:begin -->", "<!-- map:end -->"
@@ -83,9 +83,10 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
         text(x + 17, y, NAMES[name], "start")
     bottom = legend + (len(shown) + 3) // 4 * 18
     for name, about in hardware.items():
-        if about["label"] != "roofline" and about["place"][0] > 0.01:
-            text(LEFT, bottom, f"{name}: right {percent(about['place'][0])}, up "
-                 f"{percent(about['place'][1])} ({about['label']})", "start", 10)  # fmt: skip
+        if about["label"] != "roofline" and draft in about["place"]:
+            cost, slope = map(percent, about["place"][draft])
+            line = f"{name}: right {cost}, up {slope} ({about['label']})"
+            text(LEFT, bottom, line, "start", 10)
             bottom += 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{bottom}" '
@@ -111,7 +112,7 @@ def page(figures: dict[str, Any]) -> list[str]:
     together = [c["two"] for c in single if c.get("two") and c["two"][2] > 1]
     lines = [
         f"{len(cells)} cells, {len(grid)} of the grid, in {figures['replay']['core_seconds']:.0f} "
-        f"s of one core. With one request at a time pays ({len(single)} cells): {shares}.",
+        f"s of one core. What pays with one request at a time ({len(single)} cells): {shares}.",
         "",
         _together(single, together),
         "",
@@ -153,31 +154,34 @@ def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:
 
 def _hardware(figures: dict[str, Any]) -> list[str]:
     """A row for each named costs and draft, over all categories."""
-    rows = []
-    for name, about in figures["replay"]["hardware"].items():
-        of = [c for c in figures["cells"] if c.get("hardware") == name and c["category"] == "all"]
-        for draft in dict.fromkeys(c["draft"] for c in of):
-            row = [f"{name}: {draft}", about["label"], *map(percent, about["place"])]
-            for temperature in (0.0, 1.0):
-                key = (draft, temperature, 1)
-                cell = next(c for c in of if (c["draft"], c["temperature"], c["batch"]) == key)
-                row.append(f"{NAMES[cell['verdict']]}, {ratio(cell['speed'])}")
-            rows.append(row)
-    names = ("costs: draft", "label", "draft cost", "slope", "temperature 0", "temperature 1")
-    return [*_table(names, rows), "Sources:", "", *(
-        f"- {name}: {about['source']}" for name, about in figures["replay"]["hardware"].items()
-    ), ""]  # fmt: skip
+    rows, hardware = [], figures["replay"]["hardware"]
+    for name, about in hardware.items():
+        for draft, place in about["place"].items():
+            key = {"hardware": name, "category": "all", "draft": draft, "batch": 1}
+            of = [c for c in figures["cells"] if key.items() <= c.items()]
+            advice = [f"{NAMES[c['verdict']]}, {ratio(c['speed'])}" for c in of]
+            rows.append((name, draft, about["label"], *map(percent, place), *advice))
+    names = ("costs", "draft", "label", "draft cost", "slope", "temperature 0", "temperature 1")
+    published = (
+        f"- {name}: {about['source']}"
+        for name, about in hardware.items()
+        if about["label"] == "published"
+    )
+    return [*_table(names, rows), "Published:", "", *published, ""]
 
 
 def _executed(figures: dict[str, Any]) -> list[str]:
-    """Executed cells beside what the map says of them."""
-    rows = [
-        (r["cell"], r["policy"], ratio(r["predicted"]), f"{r['executed']:.2f}",
+    """Executed policies beside what the map says of them."""
+    rows = figures.get("executed", {}).get("rows", ())
+    shown = [
+        (r["cell"], f"`{r['policy']}`", ratio(r["predicted"]), f"{r['executed']:.2f}",
          "met" if r["inside"] else "**not met**")
-        for r in figures.get("executed", {}).get("rows", ())
+        for r in rows
     ]  # fmt: skip
+    inside = sum(r["inside"] for r in rows)
+    about = f"Executed, times as fast as no speculation: {inside} of {len(rows)} inside."
     names = ("cell", "policy", "predicted", "executed", "inside")
-    return ["Executed, times as fast as no speculation:", "", *_table(names, rows)] if rows else []
+    return [about, "", *_table(names, shown)] if rows else []
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
