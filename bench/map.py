@@ -286,7 +286,7 @@ def judged(
     for step in dict.fromkeys(m for m in ("chain", "tree", winner) if m in best):
         if ratio(step, verdict)[1] > 1:
             verdict = step
-    found: dict[str, Any] = {
+    cell: dict[str, Any] = {
         "winner": winner,
         "policy": tried[best[winner]].name,
         "over_chain": ratio(winner, "chain"),
@@ -298,8 +298,8 @@ def judged(
     }
     if "two" in speeds:
         alone = max((m for m in MECHANISMS[4:8] if m in speeds), key=lambda m: speeds[m])
-        found["two"] = [tried[best["two"]].name, *ratio("two", alone)]
-    return found
+        cell["two"] = [tried[best["two"]].name, *ratio("two", alone)]
+    return cell
 
 
 def categories(h: Halves) -> dict[str, set[int]]:
@@ -432,15 +432,16 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
                 for c, s in costs
             ]
             for one in of_hardware:
-                about_it = {"label": one.label, "source": one.source, "place": {}}
-                hardware.setdefault(one.name, about_it)["place"][draft] = one.place(draft)
+                here = {"label": one.label, "source": one.source, "place": {}}
+                hardware.setdefault(one.name, here)["place"][draft] = one.place(draft)
                 seconds.append(({**about, "hardware": one.name}, drafted.seconds(one.profile)))
             for category, requests in groups.items():
                 for key, each in seconds:
                     cell = judged(each, h, drafted.tried, requests)
                     cells.append({**key, "batch": 1, "category": category, **cell})
-            by_rejection = sampled is not None and draft in sampled.trace.panoramas
-            trace = sampled.trace if by_rejection else chains
+            trace = chains
+            if sampled is not None and draft in sampled.trace.panoramas:
+                trace = sampled.trace
             for batch in BATCHES:
                 for category, requests in groups.items():
                     served = Served.of(h, trace, draft, batch, requests)
