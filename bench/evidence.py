@@ -239,7 +239,7 @@ def executed(h: Halves, policy: Document, base: Document, quick: bool) -> list[D
     encoded = encode(h.pair, part, options)
     timings = compare(h.pair, both, encoded, passes=2, profile=profile, artifacts=h.find).timings
     ours = finite(timings.ratio(both[0].id, both[1].id))
-    predicted = speedup(h, *both, profile, places=places)
+    predicted = speedup(h, both[0], both[1], profile, places=places)
     cell = f"{both[0].draft}, temperature {info.sampling.temperature:g}, cpu"
     why = f"{len(places)} requests; replay says {predicted[0]:.3f}"
     return [row("executed", cell, ours, why)]

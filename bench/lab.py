@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -356,7 +356,7 @@ def halves(
     quick: bool = False,
     *,
     count: int = 180,
-    verifier: str = "coupled",
+    verifier: Literal["coupled", "rejection"] = "coupled",
     trees: bool = True,
 ) -> Halves:
     """A recording of ``count`` demo requests of 48 tokens in the state folder's ``halves.db``,

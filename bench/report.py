@@ -323,7 +323,8 @@ def papers() -> list[str]:
     figures = load("papers")
     lines = ["## The papers", "", PAPERS_ABOUT, ""]
     for part, title in PAPERS.items():
-        rows = [*figures.get(part, []), *figures.get(f"{part}_sampled", [])]
+        names = [name for name in figures if name == part or name.startswith(f"{part}_")]
+        rows = [r for name in names for r in figures[name]]
         if rows:
             commands = dict.fromkeys(f"`python {r['command']}`" for r in rows)
             lines += [f"### {title}", "", ", ".join(commands), "", *_paper(rows)]

@@ -65,7 +65,7 @@ def test_a_papers_figure_is_met_by_the_unfavourable_end_of_ours(
 def test_every_figure_of_a_paper_says_where_it_is_from(bench: Any) -> None:
     report, _ = bench
     for part, rows in report.load("papers").items():
-        for r in rows if part in report.PAPERS else ():
+        for r in () if part == "environment" else rows:
             assert r["figure"]
             assert r["cell"]
             assert r["command"].endswith(part)
