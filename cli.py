@@ -42,6 +42,12 @@ class Door(click.Group):
     """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C
     into 130 and SIGTERM into 143."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for argument in args:
+            if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in argument):
+                raise click.UsageError(f"{one_line(argument)}: no text (NUL, or no UTF-8)")
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         from spectune.db.errors import DatabaseError
 

@@ -159,7 +159,7 @@ T = "--set target=pair/target"
         (f"{RUN} --per-round no/where.jsonl", "--per-round no/where.jsonl: there is no folder"),
         (f"{RUN} --per-round {LONG}", "--per-round"),
         (f"{RUN} --per-round good.jsonl", "this command needs that file; name another"),
-        (f"{RUN} --outputs spectune.db", "that is the database in use; name another file"),
+        (f"{RUN} --outputs spectune.db", "this command needs that file; name another"),
         (f"{RUN} --outputs pipe", "no regular file"),
         (f"simulate --policy '{FIXED}' --per-round no/where.jsonl", "there is no folder"),
         ("traces export no/where.csv", "no/where.csv"),
