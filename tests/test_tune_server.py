@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,9 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
 ) -> None:
     """Arrivals as they were, and no request that a tuning sent is traffic."""
     fake.pass_s = 6e-3
-    for n in range(24):
-        fake.complete({"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"})
+    bodies = [{"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"} for n in range(24)]
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(fake.complete, bodies))
     server = ("--url", fake.url, "--folder", fake.folder, "--budget", "2s")
     with opened(door.db) as store:
         follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
