@@ -99,7 +99,10 @@ def _usage(error: click.UsageError) -> str:
         name = error.option_name.lstrip("-")
         if name in further:
             return f"no option {error.option_name} of `{path}`: say --set {further[name]}=VALUE"
-        flags = [opt.lstrip("-") for p in ctx.command.params for opt in p.opts]
+        options = [p for p in ctx.command.params if isinstance(p, click.Option)]
+        if any(p.name == name for p in ctx.command.params if p not in options):
+            return f"no option {error.option_name} of `{path}`: write {name.upper()} without it"
+        flags = [opt.lstrip("-") for p in options for opt in p.opts]
         near = get_close_matches(name, [*flags, *further], n=1)
         if near and near[0] not in flags:
             return f"no option {error.option_name}; did you mean --set {further[near[0]]}=VALUE?"

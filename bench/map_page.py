@@ -137,8 +137,14 @@ def page(figures: dict[str, Any]) -> list[str]:
             f"- {batch} requests at once: a chain pays in {len(pays)} of {len(of)} cells, "
             f"at slopes up to {percent(slope)}"
         )
-    lines += ["", *_hardware(figures), *_executed(figures)]
-    return lines
+    executed = figures.get("executed", {}).get("rows", ())
+    inside = sum(r["inside"] for r in executed)
+    return [*lines, f"- executed: {inside} of {len(executed)} policies inside their intervals"]
+
+
+def tables(figures: dict[str, Any]) -> list[str]:
+    """What docs/results.md shows of the map: known hardware, and executed policies."""
+    return ["## What pays where", "", *_hardware(figures), *_executed(figures)]
 
 
 def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:

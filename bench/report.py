@@ -455,7 +455,16 @@ def results() -> str:
     )
     lines = ["# Results", "", about, "", *checks(), *closed_forms()]
     newest, before = on_gpu()
-    lines += [*papers(), "## On a GPU", "", *newest, *before, "", *gpu_parts()]
+    lines += [
+        *map_page.tables(load("map")),
+        *papers(),
+        "## On a GPU",
+        "",
+        *newest,
+        *before,
+        "",
+        *gpu_parts(),
+    ]
     lines += [*loads(), *nulls(), *searches(), *speeds(), *temperatures()]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -93,6 +93,7 @@ T = "--set target=pair/target"
         ("tun", "no command 'tun'; did you mean 'tune'?"),
         ("traces lst", "did you mean 'list'?"),
         ("tune --bugdet 1m", "no option --bugdet; did you mean --budget?"),
+        ("generate --prompt x", "no option --prompt of `generate`: write PROMPT without it"),
         ("tune --set sampling.topp=1", "did you mean 'sampling.top_p'?"),
         ("tune --set trials", "--set trials: write --set KEY=VALUE"),
         ("run --limit 0", "--limit: '0': it should be greater than or equal to 1"),
