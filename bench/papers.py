@@ -426,10 +426,10 @@ def verifier(quick: bool) -> list[Document]:
         windows = [chain(d, g) for d in ("small", "medium") for g in range(1, GAMMA + 1)]
         grid = [p for draft in coupled.pair.models for p in scored(draft, 1.5, (8, 16, 32, 60))]
         policies = best(rejection, windows, profile), best(coupled, windows + grid, profile)
-        one, other = (
+        replays = (
             replayed(h, p, profile) for h, p in zip((rejection, coupled), policies, strict=True)
         )
-        ours = over(*(r.seconds / r.counts[:, EMITTED] for r in (one, other)))
+        ours = over(*(r.seconds / r.counts[:, EMITTED] for r in replays))
         why = f"{policies[1].label()} over {policies[0].label()}"
         rows.append(row("verified", name, ours, why))
     for h, draft, cell in cells(0.0, quick):
