@@ -94,15 +94,17 @@ def shape_of(name: str, target: Shape | None = None) -> Shape:
 
 def device_of(name: str) -> tuple[float, float]:
     """(bytes/s, FLOP/s) of ``h200``, of ``2xh200``, or of ``GB/S,TFLOP/S``. Raises ConfigError."""
-    count, kind = re.fullmatch(r"(?:(\d{1,3})x)?(.+)", name.lower()).groups()  # type: ignore[union-attr]
+    kind, count = name.lower(), 1
+    if match := re.fullmatch(r"(\d{1,3})x(.*)", kind):
+        count, kind = int(match[1]), match[2]
     numbers = re.fullmatch(r"(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", kind)
-    if kind not in DEVICES and numbers is None:
+    memory, compute = map(float, numbers.groups()) if numbers else DEVICES.get(kind, (0.0, 0.0))
+    if min(count, memory, compute) <= 0:
         raise ConfigError(
             f"roofline {name!r}: it is one of {', '.join(DEVICES)}, several of one (2xh100), or "
             "GB/s of memory and dense TFLOP/s, as 3350,989"
         )
-    memory, compute = DEVICES[kind] if numbers is None else map(float, numbers.groups())
-    return int(count or 1) * memory * 1e9, int(count or 1) * compute * 1e12
+    return count * memory * 1e9, count * compute * 1e12
 
 
 def roofline(spec: PairSpec, device: str, target: str, draft: str) -> LatencyProfile:

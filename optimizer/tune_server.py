@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.protocol import Prompt
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.execute import IN_FORCE_S, RunningServer
 from spectune.engines.vllm.follow_policy import PolicyWriter
 from spectune.engines.vllm.retrace import Retracer
 from spectune.optimizer.bench.engine import engine_bench
@@ -20,7 +20,7 @@ from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.simulate.load import Objective
+from spectune.optimizer.simulate.load import Objective, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
 from spectune.optimizer.verdict import Tuned
@@ -34,7 +34,6 @@ from spectune.traces.tables import Recording
 DESIGN_PROMPTS: Final = 64
 DESIGN_CLIENTS: Final = 8
 """Most clients that costs are noted with, where the loads do not say how many there are."""
-IN_FORCE_S: Final = 10.0
 
 
 def connect(url: str, folder: str, pair: PairSpec | None) -> RunningServer:
@@ -137,8 +136,7 @@ def _note_costs(
 
 def _clients(arrivals: str, server: RunningServer) -> int:
     """The most clients of the loads, as far as the server has seats for them."""
-    kind, _, numbers = arrivals.partition(":")
     most = DESIGN_CLIENTS
-    if kind == "clients":
-        most = max((int(n) for n in numbers.split(",") if n.isdigit()), default=most)
+    if arrivals.startswith("clients:"):
+        most = max(load.clients for load in loads_of(arrivals, (), 1).values())
     return min(most, server.wanted.max_num_seqs)

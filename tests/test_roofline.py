@@ -48,9 +48,10 @@ def test_a_pass_takes_what_reading_its_weights_or_computing_its_products_takes(d
 
 
 def test_what_is_no_device_or_shape_is_refused_in_a_line(door: Door) -> None:
-    shown = door.refused("profile", pair="demo", roofline="h100x")
-    assert "mi300x" in shown
-    assert "3350,989" in shown
+    for device in ("h100x", "0xh100", "0,989", ""):
+        shown = door.refused("profile", pair="demo", roofline=device)
+        assert "mi300x" in shown
+        assert "3350,989" in shown
     shown = door.refused("profile", pair="demo", roofline="100,20", target_shape="9b")
     assert "'9b'" in shown
     assert "config.json" in shown

@@ -129,6 +129,7 @@ def test_what_is_wrong_is_one_line(
         ((*url, "--folder", tmp_path), "no agent has written status.json there; start vLLM with"),
         (("--url", "http://127.0.0.1:9", *folder), "http://127.0.0.1:9: no server answers"),
         ((*url, *folder, "--engine", "openvino"), "--url names a server of vLLM"),
+        ((*url, *folder, "--arrivals", "clients:many"), "is no number above 0"),
         ((*url, *folder, "--pair", "demo"), "but this server serves"),
     ):
         assert line in door.refused("tune", *words)

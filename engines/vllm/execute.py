@@ -78,6 +78,8 @@ class RunningServer(Swapping):
         most, seats = self._described.num_speculative_tokens or 0, self._described.max_num_seqs
         self.wanted = Wanted(self.draft, most, seats, self._described.max_len)
         self._before = read_policy(folder)
+        if self._before.get("version", 0) < 0:  # of a tuning that was killed
+            self._before = {"version": 0, **self._texts}
         self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
@@ -114,8 +116,6 @@ class RunningServer(Swapping):
         with self._lock:
             if read_policy(self.folder).get("version") != self._version or self._version >= 0:
                 return
-            if self._before.get("version", 0) < 0:  # of a tuning that was killed
-                self._before = {"version": 0, **self._texts}
             if self._before:
                 write_policy(self.folder, self._before)
             else:

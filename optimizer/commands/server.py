@@ -35,7 +35,7 @@ from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import check_options, prompts_of, record_on
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.prove import ProveOptions
-from spectune.optimizer.simulate.load import objective_of
+from spectune.optimizer.simulate.load import loads_of, objective_of
 from spectune.optimizer.traffic import gather
 from spectune.optimizer.tune_load import place_of
 from spectune.optimizer.tune_server import connect, record_draft, tune_server
@@ -115,6 +115,8 @@ def _check(s: Tune, talk: Talk) -> None:
     if s.recording or s.since:
         keys = ("workload", "requests.c", "sampling.")
         talk.no_effect(s, "on a recording, whose texts are there", *keys)
+    if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
+        loads_of(s.load.arrivals, (), 1)  # what is wrong is told before anything is sent
     if s.report != "none":
         check_writable(s, report=s.report)
 
