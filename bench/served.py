@@ -1,0 +1,28 @@
+"""What is promised of a vLLM that serves: figures at full size, in a real one on this machine.
+
+    .venv-vllm/bin/python bench/run.py served [--only PART ...] [--quick]
+
+Each part is a function ``measure(quick)`` of a module of its own and returns figures, a one-line
+``summary`` among them. ``make acceptance-vllm`` runs all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lab import run_parts
+
+PARTS: dict[str, str] = {}
+"""Each part's module."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    run_parts(__doc__, "served", {part: partial(_measure, part) for part in PARTS}, arguments)
+
+
+def _measure(part: str, quick: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = importlib.import_module(PARTS[part]).measure(quick)
+    return figures
