@@ -17,7 +17,7 @@ from typing import Any
 
 import optuna
 
-from spectune.optimizer.simulate.replay import could_reach, run_replay
+from spectune.optimizer.simulate.replay import could_reach, run_replay, shortlist_could_reach
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, complexity
 from spectune.optimizer.timings import TIE
@@ -119,13 +119,18 @@ def search(
 
     def value_of(policy: Policy, origin: str) -> float | None:
         """Predicted tokens/s; None for a policy that lacks distributions and could not win with
-        them. Where it could, they are read."""
+        them. Where it could, they are read, and a shortlist recorded."""
         if policy.id in beyond:
             return None
         if policy.id not in tried:
+            best = max((t.value for t in tried.values()), default=0.0)
+            if trace.on_demand is not None and trace.lacks_shortlist(policy):
+                with suppress(TraceError):  # its trees may be beyond the recording
+                    if shortlist_could_reach(trace, policy, profile, artifacts) < best * (1 - TIE):
+                        beyond.add(policy.id)
+                        return None
             replay = run_replay(trace, policy, profile, artifacts=artifacts, approximate=True)
             if replay.missing:
-                best = max((t.value for t in tried.values()), default=0.0)
                 could_win = trace.reader is not None and could_reach(replay) >= best * (1 - TIE)
                 # Of a shortlist it means that so many were recorded that no other is.
                 if policy.shortlisted or not could_win:

@@ -146,10 +146,11 @@ class Space:
             yield transformers_heuristic(draft, self.gamma_max)
             for kind in ("fsm", "cache_fsm", "analytic", "q_learning"):
                 yield _policy(draft, window={"kind": kind, "gamma_max": most})
+            yield from _papers_trees(draft, self.limits_of(draft))
+        for draft in self.drafts:  # last, as those that cannot win any more are not recorded
             for shortlist in self.limits_of(draft).shortlists(8):
                 window = {"kind": "fixed", "gamma": min(4, most)}
                 yield _policy(draft, window=window, shortlist=shortlist)
-            yield from _papers_trees(draft, self.limits_of(draft))
 
 
 def _papers_trees(draft: str, limits: DraftLimits) -> Iterator[Policy]:

@@ -31,9 +31,10 @@ from spectune.traces.tables import LatencyProfile
 GAMMA, ROWS = 6, 300
 
 
-def priced(profile: LatencyProfile, rows: int, saved: float) -> LatencyProfile:
-    """A pass of ``near`` takes 1 ms with its whole head; over a 64th of it ``saved`` of it less."""
-    sizes, step = (max(1, rows // 64), rows), CostTable((0.0,))
+def priced(profile: LatencyProfile, rows: int, saved: float, step_s: float = 0.0) -> LatencyProfile:
+    """A pass of ``near`` takes ``step_s`` and 1 ms of its whole head; over a 64th of the head
+    ``saved`` of that less."""
+    sizes, step = (max(1, rows // 64), rows), CostTable((step_s,))
     head = over_rows(sizes, (1e-3 * (1 - saved), 1e-3))
     return with_terms(profile, {"head/near": head, "gathered/near": head, "pass/near": step})
 
@@ -95,6 +96,22 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
     else:
         assert (settings, executed, routers) == (set(), set(), ())
     assert tuned.texts.differ == 0
+
+
+def test_shortlists_that_cannot_win_are_not_recorded(pair: LoadedPair, tmp_path: Path) -> None:
+    """A pass of a second loses to autoregression, whatever its shortlist saves."""
+    workload = read_files([str(write_workload(tmp_path / "w.jsonl", 16))])
+    options = TuneOptions(
+        options=DecodeOptions(Sampling(), 24), gamma_max=GAMMA, trials=30, budget_s=1,
+        publish=False, tree_width=0,
+    )  # fmt: skip
+    with opened(tmp_path / "spectune.db") as store:
+        rows, flat = pair.models["near"].output.rows, flat_profile(pair.id, pair.drafts)
+        put_made_up_profile(store, pair, priced(flat, rows, 0.9, step_s=1.0))
+        tuned = tune(store, pair, workload, options)
+        assert store.list_artifacts(ROUTER)
+        requests = store.load(tuned.recording).requests
+        assert not any("@" in draft for r in requests for draft in r.panoramas)
 
 
 def test_fitted_shortlists_are_recorded_and_simulated(door: Door) -> None:

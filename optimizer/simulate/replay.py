@@ -20,7 +20,7 @@ from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, togeth
 from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
-from spectune.runtime.policies.document import Policy, PromptPolicy
+from spectune.runtime.policies.document import FullShortlist, Policy, PromptPolicy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
@@ -53,7 +53,7 @@ def run_replay(
     if isinstance(policy, PromptPolicy):
         chosen = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **chosen)
-    if policy.shortlisted and trace.on_demand is not None and trace.recorded(policy) is None:
+    if trace.on_demand is not None and trace.lacks_shortlist(policy):
         options = {"per_round": per_round, "artifacts": artifacts, "approximate": approximate}
         return trace.on_demand(trace, policy, profile, **options)
     plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
@@ -155,3 +155,14 @@ def could_reach(replay: Replay) -> float:
         return speed
     spared = replay.missing * replay.policy.depth_max / total.mean_accepted_length
     return speed * total.rounds / max(1.0, total.rounds - spared)
+
+
+def shortlist_could_reach(
+    trace: ReplayTrace, policy: Policy, profile: LatencyProfile, artifacts: Artifacts | None = None
+) -> float:
+    """Returns the tokens/s of a policy whose shortlist costs what it does and whose draft is
+    accepted as with the whole head: about the most, before any of it is recorded. Raises TraceError
+    and PolicyError as :func:`run_replay` does."""
+    plan = prepare(policy, [policy.draft], profile=profile, artifacts=artifacts)
+    whole = replace(plan, policy=policy.model_copy(update={"shortlist": FullShortlist()}))
+    return could_reach(_run_plan(trace, whole, profile, init_state(plan.window), per_round=False))

@@ -183,6 +183,10 @@ class ReplayTrace:
             return name if name in self.panoramas else None
         return next((known for known in self.panoramas if known.startswith(name)), None)
 
+    def lacks_shortlist(self, policy: Policy) -> bool:
+        """Whether a policy's draft was not recorded under its shortlist."""
+        return policy.shortlisted and self.recorded(policy) is None
+
     def _recorded(self, policy: Policy) -> str:
         name = self.recorded(policy)
         if name is None:
@@ -300,7 +304,8 @@ class ReplayTrace:
         policy = plan.policy
         tree = policy.speculates and (policy.is_tree or self.is_head(policy.draft))
         kind = RoundKind.of(policy, tree=tree)
-        key = (id(profile), id(growth), kind, policy.shortlist.model_dump_json())
+        shortlist = None if plan.shortlist is None else plan.shortlist.block.model_dump_json()
+        key = (id(profile), id(growth), kind, shortlist)
 
         def make() -> tuple[LatencyProfile, object, RoundCosts, FloatArray]:
             passes = self._passes(growth) if tree and growth is not None else None
