@@ -112,15 +112,17 @@ class Execution:
         steps: Sequence[Step],
         above_zero: Verifier = "greedy",
     ) -> Answered:
-        text = text_of(
+        """A request with the tokens that it got. ``above_zero``: how the engine keeps drafted
+        tokens above temperature 0, most where they are the draft's likeliest and the target draws
+        them."""
+        text = Trajectory(
             prompt.id,
             prompt.category,
-            prompt.ids,
-            tokens,
-            sampling=self.sampling,
-            max_new_tokens=self.most_tokens(prompt),
-            finish=finish,
-            above_zero=above_zero,
+            Tokens(np.array(prompt.ids, np.int32), np.array(tokens, np.int32)),
+            self.sampling,
+            self.most_tokens(prompt),
+            finish,
+            "coupled" if self.sampling.greedy else above_zero,
         )
         return Answered(text, tuple(steps))
 
@@ -197,51 +199,9 @@ def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:
 
 
 def chain_round(
-    start: int,
-    drafted: int,
-    accepted: int,
-    emitted: int,
-    *,
-    draft: str = "",
-    policy: str,
-    **when: Any,
+    start: int, drafted: int, accepted: int, emitted: int, *, draft: str = "", **more: Any
 ) -> Step:
-    """A round that drafted a chain. ``when``: its batch and times, by :class:`Step`'s names."""
-    return Step(
-        start=start,
-        drafted=drafted,
-        verified=drafted + 1,
-        accepted=accepted,
-        emitted=emitted,
-        draft_steps=drafted,
-        draft=draft if drafted else "",
-        policy=policy,
-        depth=drafted,
-        **when,
-    )
-
-
-def text_of(
-    name: str,
-    category: str,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    *,
-    sampling: Sampling,
-    max_new_tokens: int,
-    finish: Finish,
-    above_zero: Verifier = "greedy",
-    stop: tuple[str, ...] = (),
-) -> Trajectory:
-    """A text of an engine. ``above_zero``: how it keeps drafted tokens above temperature 0, most
-    where they are the draft's likeliest and the target draws them."""
-    return Trajectory(
-        request_id=name,
-        category=category,
-        tokens=Tokens(np.array(prompt, np.int32), np.array(output, np.int32)),
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        finish=finish,
-        verifier="coupled" if sampling.greedy else above_zero,
-        stop_strings=stop,
-    )
+    """A round that drafted a chain. ``more``: its policy, batch and times, by :class:`Step`'s
+    names."""
+    counts = start, drafted, drafted + 1, accepted, emitted, drafted
+    return Step(*counts, draft=draft if drafted else "", depth=drafted, **more)

@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from spectune.engines.abilities import VLLM, contexts_of
-from spectune.engines.protocol import chain_round, text_of
+from spectune.engines.protocol import chain_round
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
-from spectune.traces.schema import Sampling, Step, Verifier
+from spectune.traces.schema import Sampling, Step, Tokens, Verifier
 from spectune.traces.tables import Trajectory
 from spectune.traces.text import one_line
 
@@ -35,7 +36,7 @@ _ROUNDS = re.compile(r"rounds-([0-9A-Za-z]{1,64})-(\d{6})\.jsonl")
 
 Whole = Annotated[int, Field(ge=0, lt=2**31)]
 Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-Tokens = list[Whole]
+TokenIds = list[Whole]
 
 
 class _Noted(BaseModel):
@@ -131,8 +132,8 @@ class Line(_Noted):
     id: str
     arrived: Moment
     ended: Moment
-    prompt: Tokens | None = None
-    output: Tokens | None = None
+    prompt: TokenIds | None = None
+    output: TokenIds | None = None
     n_prompt: Whole = 0
     n_output: Whole = 0
     temperature: float = Field(0.0, ge=0)
@@ -174,26 +175,22 @@ class Line(_Noted):
         """The text; None where it was not noted."""
         if not self.prompt or self.output is None:
             return None
-        return text_of(
+        return Trajectory(
             self.id,
             self.category,
-            self.prompt,
-            self.output,
-            sampling=self.sampling,
-            max_new_tokens=engine.max_len if self.max_tokens is None else self.max_tokens,
-            finish="stop" if self.finish == "abort" else self.finish,
-            above_zero=engine.above_zero,
-            stop=tuple(self.stop),
+            Tokens(np.array(self.prompt, np.int32), np.array(self.output, np.int32)),
+            self.sampling,
+            engine.max_len if self.max_tokens is None else self.max_tokens,
+            "stop" if self.finish == "abort" else self.finish,
+            "coupled" if self.sampling.greedy else engine.above_zero,
+            tuple(self.stop),
         )
 
     def steps(self, draft: str, policy_of: Callable[[int], str]) -> tuple[Step, ...]:
         """The rounds, their times in seconds since 1970; ``policy_of`` names a table's policy."""
         return tuple(
             chain_round(
-                r.start,
-                r.drafted,
-                r.accepted,
-                r.emitted,
+                *r[:4],
                 draft=draft,
                 policy=policy_of(r.version),
                 round_s=r.seconds,
@@ -210,8 +207,8 @@ class Proposals(_Noted):
     the last."""
 
     id: str
-    output: Tokens
-    proposals: list[Tokens]
+    output: TokenIds
+    proposals: list[TokenIds]
 
 
 def parse_line(text: bytes) -> Line | Engine | Proposals:
