@@ -55,13 +55,10 @@ class OpenVino(Running):
         paths = [spec.target, *(path for name, path in spec.drafts.items() if name == wanted.draft)]
         self._models = [str(model_folder(path, self.version)) for path in paths]
         self._eos = set(end_tokens(spec.target))
+        seats, longest = wanted.max_num_seqs, wanted.max_len
+        self.serving = {"max_num_seqs": seats, "max_len": longest, "drafts_after": False}
+        self.serving["max_batched_tokens"] = max(2048, longest)  # a prompt is read in one step
         self._pipelines = dict[bool, genai.ContinuousBatchingPipeline]()
-
-    @property
-    def serving(self) -> dict[str, Any]:
-        rules = {"max_num_seqs": self.wanted.max_num_seqs, "max_len": self.wanted.max_len}
-        # A prompt of ordinary length is read in one step.
-        return rules | {"max_batched_tokens": max(2048, rules["max_len"]), "drafts_after": False}
 
     def close(self) -> None:
         self._pipelines.clear()

@@ -130,18 +130,15 @@ class Execution:
 class Running(ABC):
     """A pair in an engine.
 
-    ``version`` is the engine's. Raises, as it is made, EngineError where the engine is not
+    ``version`` is the engine's; ``serving`` says how it fills its steps, by the names of
+    :class:`engines.rules.ServingRules`. Raises, as it is made, EngineError where the engine is not
     installed or cannot load a checkpoint, PairError for a draft that the pair has not.
     """
 
     engine: ClassVar[Engine]
     version: str
     wanted: Wanted
-
-    @property
-    @abstractmethod
-    def serving(self) -> Mapping[str, Any]:
-        """How it fills its steps, by the names of :class:`engines.rules.ServingRules`."""
+    serving: Mapping[str, Any]
 
     @property
     def runs_on(self) -> Mapping[str, str]:

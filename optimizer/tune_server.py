@@ -107,7 +107,7 @@ def put_published(
     deadline = time.monotonic() + IN_FORCE_S
     while writer.status is None or writer.status.in_force.version != writer.version:
         if time.monotonic() > deadline:
-            tell(f"publication {writer.version} is not in force yet on {server.address.url}")
+            tell(f"publication {writer.version} is not in force yet on {server.url}")
             return
         time.sleep(0.05)
         writer.look()

@@ -112,7 +112,7 @@ class Server:
             proposals = [self.chain(text, start + 1 + i) for i in range(count)]
             if fault != "unnoted":
                 self._note({"id": name, "output": tokens, "proposals": proposals})
-            return 200, "{}"
+            return 200, json.dumps({"choices": [{"token_ids": tokens}]})
 
     def _note_request(self, name: str, prompt: list[int], output: list[int]) -> None:
         rounds = [[i, 0, 0, 1, 0, 0.01, 1, 10.0 + i] for i in range(len(output))]

@@ -6,20 +6,17 @@ It is neither started nor stopped here, and others may use it meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Generator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+
+import httpx2
 
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Execution, Load, Prompt, Swapping, Wanted
@@ -66,49 +63,48 @@ class RunningServer(Swapping):
     engine = VLLM
 
     def __init__(self, url: str, folder: Path, pair: PairSpec | None = None) -> None:
-        self.address, self.folder = Address.of(url), folder
-        status = self._status()
-        self._described = status.described
-        self._about = self._described.about
+        self.url, self.folder = server_url(url), folder
+        status = self.status()
         if status.refused is not None and not status.refused.version:
             raise EngineError(f"{folder}: the agent is off: {status.refused.reason}")
+        self._described = status.engine
+        self._client = client_of(self.url)
         self.model = self._served_model()
-        self.version = self._described.engine_version
-        self.spec, self.draft = served_pair(self._described, pair)
-        most, seats = self._described.num_speculative_tokens or 0, self._described.max_num_seqs
-        self.wanted = Wanted(self.draft, most, seats, self._described.max_len)
+        self.version, self.serving = status.engine.engine_version, status.engine.serving
+        self.spec, self.draft = served_pair(status.engine, pair)
+        most, seats = status.engine.num_speculative_tokens or 0, status.engine.max_num_seqs
+        self.wanted = Wanted(self.draft, most, seats, status.engine.max_len)
         self._before = read_policy(folder)
         if self._before.get("version", 0) < 0:  # of a tuning that was killed
             self._before = {"version": 0, **self._texts}
         self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
-        self._warm()
-
-    @property
-    def serving(self) -> Mapping[str, Any]:
-        return self._described.serving
+        # The first request that counts is not the first of all, and the folder is this server's if
+        # it is noted.
+        warm = Execution([Prompt("warm", "", (0, 0))], Policy(), 0, Load(), Sampling(), 2)
+        for _ in self._answers(warm):
+            pass
 
     @property
     def runs_on(self) -> Mapping[str, Any]:
         """All that the agent says of the server but how it fills its steps."""
         named = ("engine", "engine_version", "serving")
-        return {key: value for key, value in self._about.items() if key not in named}
+        return {key: value for key, value in self._described.about.items() if key not in named}
 
     @property
     def policy(self) -> Policy:
         """What is in force: the table of ``policy.json``, else the server's own number of draft
         tokens."""
-        gammas = self._before.get("gammas")
+        gammas, contexts = self._before.get("gammas"), self._before.get("contexts", {})
         if self.draft == "none":
             return Policy()
         if not self._before.get("version") or not isinstance(gammas, Mapping):
-            return Policy(draft=self.draft, window=FixedWindow(gamma=self.wanted.most))
-        contexts = self._before.get("contexts") or {}
-        if len(gammas) == 1 and not contexts:
-            return Policy(draft=self.draft, window=FixedWindow(gamma=gammas["1"]))
-        table = {"kind": "by_load", "gamma": gammas, "contexts": contexts}
-        window = ByLoadWindow.model_validate(table)
+            gammas, contexts = {"1": self.wanted.most}, {}
+        window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gammas["1"])
+        if len(gammas) > 1 or contexts:
+            table = {"kind": "by_load", "gamma": gammas, "contexts": contexts}
+            window = ByLoadWindow.model_validate(table)
         return Policy(draft=self.draft, window=window)
 
     def close(self) -> None:
@@ -131,11 +127,11 @@ class RunningServer(Swapping):
             write_policy(self.folder, {"version": version, **table, **self._texts})
             self._version, self._policies[version] = version, policy.id
         deadline = time.monotonic() + IN_FORCE_S
-        while (status := self._status()).in_force.version != version:
+        while (status := self.status()).in_force.version != version:
             if status.refused is not None and status.refused.version == version:
                 raise PolicyError(f"vLLM refuses {policy.label()}: {status.refused.reason}")
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM took no policy from {self.folder}: {self._reason()}")
+                raise EngineError(f"vLLM took no policy from {self.folder}: {self.agent_fault()}")
             time.sleep(LOOK_S)
 
     @property
@@ -143,7 +139,8 @@ class RunningServer(Swapping):
         """Whose tokens the agent notes, as ``policy.json`` said before."""
         return {key: value for key, value in self._before.items() if key == "texts"}
 
-    def _status(self) -> Status:
+    def status(self) -> Status:
+        """What the agent says now. Raises EngineError where it has written nothing."""
         status = read_status(self.folder)
         if status is None:
             raise EngineError(
@@ -152,47 +149,54 @@ class RunningServer(Swapping):
             )
         return status
 
+    def agent_fault(self) -> str:
+        """Why the agent does not go on, as far as its status tells."""
+        return self.status().fault or "its agent is off, or the folder is another server's"
+
     def _served_model(self) -> str:
         """The name that requests go to. Raises EngineError where the server has other models than
         the folder's."""
-        url, model = self.address.url, self._described.model
+        model, cards = self._described.model, list[tuple[str, str | None]]()
         try:
-            code, text = self.address.call("GET", "/v1/models", timeout=30)
-        except (OSError, HTTPException) as error:
-            raise EngineError(f"{url}: no server answers ({error})") from None
-        try:
-            cards = [(str(card["id"]), card.get("root")) for card in json.loads(text)["data"]]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            cards = []
+            answer = self._client.get("v1/models", timeout=30)
+        except httpx2.HTTPError as error:
+            raise EngineError(f"{self.url}: no server answers ({error})") from None
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            cards = [(str(card["id"]), card.get("root")) for card in answer.json()["data"]]
         if not cards:
-            raise EngineError(f"{url}/v1/models: no models ({code}: {one_line(text, 100)})")
+            text = f"{answer.status_code}: {one_line(answer.text, 100)}"
+            raise EngineError(f"{self.url}/v1/models: no models ({text})")
         for name, root in cards:
             if model in (name, root):
                 return name
         if any(root for _, root in cards):
             served = ", ".join(root or name for name, root in cards)
-            raise EngineError(f"{url} serves {served}, but {self.folder} is of a server of {model}")
+            raise EngineError(
+                f"{self.url} serves {served}, but {self.folder} is of a server of {model}"
+            )
         return cards[0][0]
 
-    def _reason(self) -> str:
-        """Why it does not go on, as far as the folder tells."""
-        status = read_status(self.folder)
-        return (status and status.fault) or "its agent is off, or the folder is another server's"
-
-    def _warm(self) -> None:
-        """One request, so that the first that counts is not the first of all; and the folder is
-        this server's if it is noted."""
-        prompts = [Prompt("warm", "", (0, 0))]
-        execution = Execution(prompts, Policy(), 0, Load(), Sampling(), 2)
-        for _ in self._answers(execution):
-            pass
+    def complete(self, **request: Any) -> list[int]:
+        """The tokens that the server adds to a prompt (vLLM's ``/v1/completions``). Raises
+        EngineError where it refuses the request or does not answer."""
+        body = {"model": self.model, "return_token_ids": True, **request}
+        try:
+            answer = self._client.post("v1/completions", json=body)
+        except httpx2.HTTPError as error:
+            problem = f"it does not answer: {type(error).__name__}: {error}"
+            raise EngineError(f"{self.url}: {problem}") from None
+        if answer.status_code != 200:
+            reason = f"({answer.status_code}): {one_line(answer.text, 300)}"
+            raise EngineError(f"{self.url}: a request was refused {reason}")
+        try:
+            return list(answer.json()["choices"][0]["token_ids"])
+        except (ValueError, LookupError, TypeError):
+            text = one_line(answer.text, 100)
+            raise EngineError(f"{self.url}: its answer has no token ids: {text}") from None
 
     def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
-        self.put_in_force(asked.policy)
-        return self._undisturbed(asked)
-
-    def _undisturbed(self, asked: Execution) -> Generator[Answered, None, None]:
         """Raises EngineError where somebody else changed the policy meanwhile."""
+        self.put_in_force(asked.policy)
         yield from self._answers(asked)
         with self._lock:
             if read_policy(self.folder).get("version") != self._version:
@@ -201,29 +205,37 @@ class RunningServer(Swapping):
     def _answers(self, asked: Execution) -> Generator[Answered, None, None]:
         self._executions += 1
         prefix, began = f"{self._token}.{self._executions}.", time.time()
-        bodies = [
-            self._body(f"{prefix}{n}", prompt, asked) for n, prompt in enumerate(asked.prompts)
+        requests = [
+            {
+                "request_id": f"{prefix}{n}",
+                "prompt": list(prompt.ids),
+                "max_tokens": asked.most_tokens(prompt),
+                "temperature": asked.sampling.temperature,
+                "top_k": asked.sampling.top_k,
+                "top_p": asked.sampling.top_p,
+            }
+            for n, prompt in enumerate(asked.prompts)
         ]
-        noted: dict[int, Line] = {}
-        answered: dict[int, list[int]] = {}
-        rest, progressed = len(bodies), time.monotonic()
-        with Sending(self.address, bodies, asked.load) as sending:
-            while rest:
-                noted |= self._noted(prefix)
-                while not sending.answers.empty():
-                    number, tokens = sending.answers.get()
-                    answered[number], progressed = tokens, time.monotonic()
-                for number in [number for number in answered if number in noted]:
-                    rest, progressed = rest - 1, time.monotonic()
-                    line, tokens = noted.pop(number), answered.pop(number)
-                    yield self._answer(asked, asked.prompts[number], line, tokens, began)
-                if sending.problem:
-                    raise EngineError(f"{self.address.url}: {self._died() or sending.problem}")
-                if answered and time.monotonic() > progressed + NOTED_S:
-                    raise EngineError(
-                        f"{self.address.url} answers, but {self.folder} notes nothing of it: "
-                        f"{self._reason()}"
-                    )
+        lines, answers = dict[int, Line](), dict[int, list[int]]()
+        num_open, progressed = len(requests), time.monotonic()
+        with sending(self.complete, requests, asked.load) as sent:
+            while num_open:
+                lines |= self._noted(prefix)
+                while not sent.empty():
+                    number, answer = sent.get()
+                    if isinstance(answer, EngineError):
+                        raise EngineError(self._died() or str(answer))
+                    answers[number] = answer
+                both = lines.keys() & answers.keys()
+                for number in sorted(both):
+                    num_open -= 1
+                    prompt, tokens = asked.prompts[number], answers.pop(number)
+                    yield self._answer(asked, prompt, tokens, lines.pop(number), began)
+                if both or not answers:
+                    progressed = time.monotonic()
+                elif time.monotonic() > progressed + NOTED_S:
+                    fault = f"{self.folder} notes nothing of it: {self.agent_fault()}"
+                    raise EngineError(f"{self.url} answers, but {fault}")
                 time.sleep(LOOK_S)
 
     def _died(self) -> str:
@@ -240,132 +252,70 @@ class RunningServer(Swapping):
         return lines
 
     def _answer(
-        self, asked: Execution, prompt: Prompt, line: Line, tokens: list[int], began: float
+        self, asked: Execution, prompt: Prompt, tokens: Sequence[int], line: Line, began: float
     ) -> Answered:
         steps = line.steps(self.draft, lambda version: self._policies.get(version, ""))
         shifted = [
             s._replace(arrived_s=s.arrived_s - began, ended_s=s.ended_s - began) for s in steps
         ]
         finish = "stop" if line.finish == "abort" else line.finish
-        return asked.answered(
-            prompt, tokens, finish, shifted, above_zero=self._described.above_zero
-        )
-
-    def _body(self, name: str, prompt: Prompt, asked: Execution) -> str:
-        sampling = asked.sampling
-        return json.dumps(
-            {
-                "model": self.model,
-                "request_id": name,
-                "prompt": list(prompt.ids),
-                "max_tokens": asked.most_tokens(prompt),
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "return_token_ids": True,
-            }
-        )
+        return asked.answered(prompt, tokens, finish, shifted, self._described.above_zero)
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens: its URL without ``/v1``."""
-
-    url: str
-
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """Raises EngineError for what is no URL."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_url = False
-        if not is_url:
-            raise EngineError(f"--url {url}: a server's URL is expected, as http://localhost:8000")
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(f"{parts.scheme}://{parts.netloc}{path}")
-
-    def connect(self, timeout: float) -> HTTPConnection:
-        parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        return kind(parts.hostname or "", parts.port, timeout=timeout)
-
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: str | None = None,
-        *,
-        timeout: float = ANSWER_S,
-        connection: HTTPConnection | None = None,
-    ) -> tuple[int, str]:
-        """The status and text of an answer. ``OPENAI_API_KEY``, or ``VLLM_API_KEY``, is sent where
-        it is set. Raises OSError and HTTPException."""
-        connection = connection or self.connect(timeout)
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        try:
-            connection.request(method, urlsplit(self.url).path + path, body, headers)
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        finally:
-            connection.close()
+def server_url(url: str) -> str:
+    """A server's URL without ``/v1``. Raises EngineError for what is no URL."""
+    try:
+        parsed = httpx2.URL(url if "://" in url else f"http://{url}")
+        is_url = parsed.scheme in ("http", "https") and parsed.host and parsed.port != 0
+    except httpx2.InvalidURL:
+        is_url = False
+    if not is_url:
+        raise EngineError(f"--url {url}: a server's URL is expected, as http://localhost:8000")
+    return str(parsed).rstrip("/").removesuffix("/v1")
 
 
-class Sending:
+def client_of(url: str) -> httpx2.Client:
+    """What sends to a server, a connection a request, as idle ones end unannounced, and with the
+    key of ``OPENAI_API_KEY`` or ``VLLM_API_KEY``."""
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
+    return httpx2.Client(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=ANSWER_S,
+        limits=httpx2.Limits(max_keepalive_connections=0),
+        trust_env=False,  # no proxy stands between us and a server whose speed is measured
+    )
+
+
+@contextmanager
+def sending(
+    complete: Callable[..., list[int]], requests: Sequence[Mapping[str, Any]], load: Load
+) -> Iterator[queue.SimpleQueue[tuple[int, list[int] | EngineError]]]:
     """Sends requests as a load says, from threads of its own: ``clients`` at a time, or each at its
-    arrival. ``answers``: the number and the tokens of each that was answered; ``problem``: why one
-    was not. Leaving it drops what is on its way."""
+    arrival. Gives a queue of the number and the answer of each, or why there is none; a thread ends
+    then. Leaving it sends no further ones."""
+    answers: queue.SimpleQueue[tuple[int, list[int] | EngineError]] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(requests)):
+        waiting.put(number)
+    ended, began = threading.Event(), time.perf_counter()
 
-    def __init__(self, address: Address, bodies: list[str], load: Load) -> None:
-        self.answers: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
-        self.problem = ""
-        self._address, self._stop = address, threading.Event()
-        self._waiting: queue.SimpleQueue[tuple[int, str, float]] = queue.SimpleQueue()
-        moments = load.arrivals or (0.0,) * len(bodies)
-        for number, (body, moment) in enumerate(zip(bodies, moments, strict=True)):
-            self._waiting.put((number, body, moment))
-        self._open: set[HTTPConnection] = set()
-        count = min(len(bodies), MOST_SENDERS if load.arrivals else load.clients)
-        self._threads = [threading.Thread(target=self._send, daemon=True) for _ in range(count)]
-        self._began = 0.0
-
-    def __enter__(self) -> Sending:
-        self._began = time.perf_counter()
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for connection in tuple(self._open):
-            with suppress(OSError, AttributeError):  # it ended meanwhile
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def _send(self) -> None:
-        """A thread: sends the next that waits, at its moment, until none does."""
+    def send() -> None:
         with suppress(queue.Empty):
-            while True:
-                number, body, moment = self._waiting.get_nowait()
-                if self._stop.wait(max(0.0, self._began + moment - time.perf_counter())):
+            while not ended.is_set():
+                number = waiting.get_nowait()
+                moment = load.arrivals[number] if load.arrivals else 0.0
+                if ended.wait(max(0.0, began + moment - time.perf_counter())):
                     return
-                connection = self._address.connect(ANSWER_S)
-                self._open.add(connection)
                 try:
-                    code, text = self._address.call(
-                        "POST", "/v1/completions", body, connection=connection
-                    )
-                    if code != 200:
-                        self.problem = f"a request was refused ({code}): {one_line(text, 300)}"
-                        return
-                    self.answers.put((number, json.loads(text)["choices"][0]["token_ids"]))
-                except (OSError, HTTPException) as error:
-                    self.problem = f"it does not answer: {type(error).__name__}: {error}"
+                    answers.put((number, complete(**requests[number])))
+                except EngineError as error:
+                    answers.put((number, error))
                     return
-                except (ValueError, LookupError, TypeError):
-                    self.problem = f"its answer has no token ids: {one_line(text, 100)}"
-                    return
-                finally:
-                    self._open.discard(connection)
+
+    for _ in range(min(len(requests), MOST_SENDERS if load.arrivals else load.clients)):
+        threading.Thread(target=send, daemon=True).start()
+    try:
+        yield answers
+    finally:
+        ended.set()

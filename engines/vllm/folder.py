@@ -44,7 +44,9 @@ class _Noted(BaseModel):
 
 
 class Engine(_Noted):
-    """A server as its agent describes it. ``about``: all of it as it stands."""
+    """A server as its agent describes it."""
+
+    model_config = ConfigDict(extra="allow")
 
     engine: Literal["vllm"]
     engine_version: str
@@ -55,17 +57,11 @@ class Engine(_Noted):
     num_speculative_tokens: Whole | None = None
     above_zero: Verifier = "greedy"
     serving: dict[str, Any]
-    about: dict[str, Any] = Field(default={}, exclude=True)
 
-    @classmethod
-    def of(cls, document: Any) -> Engine:
-        """Raises TraceError."""
-        about = document if isinstance(document, dict) else {}
-        about = {name: value for name, value in about.items() if value is not None}
-        try:
-            return cls.model_validate({**about, "about": about})
-        except ValidationError as error:
-            raise TraceError(f"engine.{_reason(error)}") from None
+    @property
+    def about(self) -> dict[str, Any]:
+        """All that the agent says."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
 
     @property
     def max_num_seqs(self) -> int:
@@ -100,17 +96,12 @@ class Status(_Noted):
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
     at: float = 0.0
-    engine: dict[str, Any]
+    engine: Engine
     in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
     refused: Refused | None = None
     fault: str | None = None
     noted: int = 0
     dropped: int = 0
-
-    @property
-    def described(self) -> Engine:
-        """How it serves. Raises TraceError."""
-        return Engine.of(self.engine)
 
 
 class Round(NamedTuple):
@@ -217,7 +208,7 @@ def parse_line(text: bytes) -> Line | Engine | Proposals:
     try:
         document = json.loads(text)
         if isinstance(document, dict) and "engine" in document:
-            return Engine.of(document["engine"])
+            return Engine.model_validate(document["engine"])
         if isinstance(document, dict) and "proposals" in document:
             return Proposals.model_validate(document)
         line = Line.model_validate(document)

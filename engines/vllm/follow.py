@@ -328,7 +328,7 @@ class Follower:
         if boot in self._boots:
             return self._boots[boot]
         row = self.store.followed_server(boot)
-        engine = self._engine(boot, files) if row is None else Engine.of(row.engine)
+        engine = self._engine(boot, files) if row is None else Engine.model_validate(row.engine)
         spec, draft = served_pair(engine, self._named)
         if row is None:
             self.store.put_pair(spec.id, spec.name, spec.to_json())
@@ -348,7 +348,7 @@ class Follower:
             raise TraceError(f"{self.folder}: no status.json says yet how the server serves")
         if status.boot != boot:
             self._tell(f"server {boot} is taken to have served as {status.boot} does")
-        return status.described
+        return status.engine
 
     def _policy_id(self, version: int) -> str:
         """The id of a table's policy; of one that nobody knows any more its version."""

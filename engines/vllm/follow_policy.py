@@ -117,7 +117,7 @@ class PolicyWriter:
 
     def _served(self, status: Status) -> tuple[str, Engine, str, str]:
         if self._server is None or self._server[0] != status.boot:
-            engine = status.described
+            engine = status.engine
             spec, draft = served_pair(engine, self._named)
             self.store.put_pair(spec.id, spec.name, spec.to_json())
             self._server = status.boot, engine, spec.id, draft

@@ -12,14 +12,12 @@ a greedy text while it decodes it: one request a text.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +32,6 @@ from spectune.traces.errors import EngineError, PairError, TraceError
 from spectune.traces.schema import OFF_TEXT, Trie
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording, Trajectory
-from spectune.traces.text import one_line
 
 TOGETHER: Final = 256
 """Positions, of whole texts, that are asked about before their panoramas are stored."""
@@ -208,10 +205,9 @@ class Retracer:
 
     def _complete(self, ordinal: int, start: int) -> None:
         """Sends a request and waits for its end. Raises EngineError."""
-        text, url = self._texts[ordinal], self.server.address.url
+        text = self._texts[ordinal]
         output = text.output_ids.tolist()
         body: dict[str, Any] = {
-            "model": self.server.model,
             "request_id": f"{self._token}.{ordinal}.{start}",
             "prompt": text.prompt_ids.tolist() + output[: start - 1],
             "temperature": 0,
@@ -223,12 +219,7 @@ class Retracer:
         if not self.accepts_none:
             # a second token, so that vLLM verifies, and hence hands on, what was drafted
             body |= {"max_tokens": 2, "allowed_token_ids": output[start - 1 : start]}
-        try:
-            code, answer = self.server.address.call("POST", "/v1/completions", json.dumps(body))
-        except (OSError, HTTPException) as error:
-            raise EngineError(f"{url}: the server does not answer ({error})") from None
-        if code != 200:
-            raise EngineError(f"{url} refused a request ({code}): {one_line(answer, 300)}")
+        self.server.complete(**body)
 
     def _read(self) -> None:
         """Takes what the agent has noted of our requests since the last call. Raises EngineError

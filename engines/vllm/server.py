@@ -14,15 +14,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+import httpx2
+
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Wanted
 from spectune.engines.vllm.command import speculative_config
-from spectune.engines.vllm.execute import Address, RunningServer
+from spectune.engines.vllm.execute import RunningServer
 from spectune.runtime.checkpoints import checkpoint, read_config
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import EngineError, PairError
@@ -98,6 +99,7 @@ class OwnServer(RunningServer):
         with socket.socket() as free:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
+        url = f"http://{HOST}:{port}"
         listens = ["--host", HOST, "--port", str(port)]
         module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
         with self._log.open("wb") as log:
@@ -110,8 +112,8 @@ class OwnServer(RunningServer):
                 start_new_session=True,  # its own processes end with it
             )
         try:
-            self._await(Address.of(f"http://{HOST}:{port}"), folder)
-            super().__init__(f"http://{HOST}:{port}", folder, spec)
+            self._await(url, folder)
+            super().__init__(url, folder, spec)
             self.wanted = wanted
         except BaseException:
             self._end()
@@ -120,13 +122,13 @@ class OwnServer(RunningServer):
     def close(self) -> None:
         self._end()
 
-    def _await(self, address: Address, folder: Path) -> None:
+    def _await(self, url: str, folder: Path) -> None:
         """Returns when it answers and its agent has written its status."""
         deadline = time.monotonic() + START_S
         while True:
-            with suppress(OSError, HTTPException):
-                code, _ = address.call("GET", "/health", timeout=5)
-                if code == 200 and (folder / "status.json").exists():
+            with suppress(httpx2.HTTPError):
+                answer = httpx2.get(f"{url}/health", timeout=5, trust_env=False)
+                if answer.status_code == 200 and (folder / "status.json").exists():
                     return
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise EngineError(f"vLLM did not start: {reason_in(self._read_log())}")

@@ -63,7 +63,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
         server = connect(s.url or "", s.folder or "", pair)
         with closing(server):
             talk.tell(
-                f"{server.address.url}: vLLM {server.version}, {server.spec.target}, draft "
+                f"{server.url}: vLLM {server.version}, {server.spec.target}, draft "
                 f"{server.draft}, at most {server.wanted.most} tokens (loaded at 0 tokens, too)"
             )
             if s.since is not None:
@@ -103,7 +103,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
     figures = {**figures, **tuned.to_json(), "kind": "executed"}
     predicted = search_result(search, figures, talk, restart)
     result = tuned_result(predicted, search, tuned, place, s)
-    data = {**result.data, "url": server.address.url, "report": page}
+    data = {**result.data, "url": server.url, "report": page}
     return replace(result, data=data, failed=failed)
 
 

@@ -228,7 +228,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
 def test_a_server_that_runs_is_tuned_end_to_end(server: OwnServer, tmp_path: Path) -> None:
     """Recorded, raced and confirmed over HTTP; what is published is in force at the end."""
     door = Door(str(tmp_path / "tuned.db"))
-    where = ("--url", server.address.url, "--folder", server.folder, "--pair", "demo")
+    where = ("--url", server.url, "--folder", server.folder, "--pair", "demo")
     how = ("--limit", 32, "--max-new-tokens", 16, "--arrivals", "clients:1,4", "--budget", "20s")
     began = time.monotonic()
     result = door.json("tune", *where, *how)
