@@ -270,7 +270,7 @@ def predicted(
         row["predicted_tokens_per_s"] = served.tokens_per_s
         row["predicted_tpot_s"] = served.mean_tpot_s
     return {
-        **{name: _errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
+        **{name: errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
         "kendall_tau": _tau(rows),
         "regret": _regret(rows),
         "rows": list(rows),
@@ -296,7 +296,7 @@ def _count(load: Load, part: int) -> int:
     return max(4, (OPEN if load.arrivals else CLIENTS[load.clients]) // part)
 
 
-def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+def errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """How far predictions are off the median execution, and each execution off the median of the
     others."""
     off = [abs(row[f"predicted_{name}"] / np.median(row[name]) - 1) for row in rows]

@@ -15,7 +15,14 @@ from typing import Any
 
 from lab import run_parts
 
-PARTS: dict[str, str] = {}
+PARTS: dict[str, str] = {
+    "retrace_cost": "served_retrace_cost",
+    "publications": "served_publications",
+    "predictions": "served_predictions",
+    "overhead": "served_overhead",
+    "tune_url": "served_tune",
+    "check": "served_check",
+}
 """Each part's module."""
 
 

@@ -1,0 +1,142 @@
+"""Publications amid traffic: from the database by `follow` into a running server. No request may
+fail and no text may differ from autoregression on the same server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lab import stored
+from served_live import MOST, PAIR, command, demo_prompts, publish, serving, temporary_folder, windowed
+
+from spectune.engines.protocol import Prompt
+from spectune.traces.errors import EngineError
+from spectune.engines.vllm.folder import read_status
+from spectune.engines.vllm.server import OwnServer
+from spectune.runtime.policies.document import AUTOREGRESSIVE
+
+PUBLICATIONS, CLIENTS, PROMPTS, TOKENS = 200, 8, 48, 48
+LIMIT_S, GIVE_UP_S, LOOK_S = 1.0, 60.0, 0.005
+POLICIES = [
+    *map(windowed, range(MOST + 1)),
+    windowed({"1": 8, "2": 5, "4": 3, "7": 1}),
+    windowed({"1": 6, "3": 0, "6": 2}),
+]
+
+
+class Clients:
+    """Send the prompts in turn without a pause: ``texts`` are the token ids of each answer by the
+    prompt's number, ``failures`` why others got none."""
+
+    def __init__(self, server: OwnServer, prompts: Sequence[Prompt]) -> None:
+        self.texts: list[tuple[int, list[int]]] = []
+        self.failures: list[str] = []
+        self._server, self._prompts = server, prompts
+
+    def send(self, number: int) -> None:
+        body = {
+            "model": self._server.model,
+            "prompt": list(self._prompts[number].ids),
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        try:
+            code, text = self._server.address.call("POST", "/v1/completions", json.dumps(body))
+            if code == 200:
+                self.texts.append((number, json.loads(text)["choices"][0]["token_ids"]))
+            else:
+                self.failures.append(f"{code}: {text[:200]}")
+        except (OSError, HTTPException, ValueError, LookupError) as error:
+            self.failures.append(repr(error))
+
+    def send_once(self) -> None:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            list(pool.map(self.send, range(len(self._prompts))))
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Sends until it is left, and then waits for the last answers."""
+        over, numbers = threading.Event(), cycle(range(len(self._prompts)))
+        lock = threading.Lock()
+
+        def client() -> None:
+            while not over.is_set():
+                with lock:
+                    number = next(numbers)
+                self.send(number)
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for _ in range(CLIENTS):
+                pool.submit(client)
+            try:
+                yield
+            finally:
+                over.set()
+
+
+@contextmanager
+def following(database: Path, folder: Path) -> Iterator[None]:
+    """`follow`, as a user starts it, once it knows the server."""
+    process = subprocess.Popen(command("--db", database, "follow", folder, "--pair", "demo"))
+    try:
+        store = stored(database)
+        while not [pair for pair in store.list_pairs() if pair.id == PAIR.id]:
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def await_version(server: OwnServer, version: int) -> None:
+    """Returns when the server's agent says that a publication is in force."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while (status := read_status(server.folder)) is None or status.in_force.version != version:
+        if time.monotonic() > deadline:
+            raise EngineError(f"publication {version} is not in force after {GIVE_UP_S:.0f} s")
+        time.sleep(LOOK_S)
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    rng, waits, refused = np.random.default_rng(0), list[float](), 0
+    prompts = demo_prompts(8 if quick else PROMPTS, TOKENS)
+    with temporary_folder() as folder, serving() as server:
+        clients = Clients(server, prompts)
+        with following(folder / "x.db", server.folder):
+            store = stored(folder / "x.db")
+            await_version(server, publish(store, AUTOREGRESSIVE))
+            clients.send_once()
+            plain = dict(clients.texts)
+            clients.texts.clear()
+            with clients.sending():
+                for policy in islice(cycle(POLICIES), 8 if quick else PUBLICATIONS):
+                    time.sleep(rng.uniform(0, 0.5))  # at any moment of the looks into the folder
+                    began = time.monotonic()
+                    await_version(server, publish(store, policy))
+                    waits.append(time.monotonic() - began)
+    differ = sum(text != plain[number] for number, text in clients.texts)
+    failed, answered = len(clients.failures), len(clients.texts)
+    median_s, longest_s = float(np.median(waits)), max(waits)
+    return {
+        "summary": f"{len(waits)} publications amid {CLIENTS} clients: {failed} of "
+        f"{failed + answered} requests failed, {differ} texts differ from autoregression; in force "
+        f"after {median_s:.2f} s in the median, {longest_s:.2f} s at most",
+        "holds": not failed and not differ and longest_s <= LIMIT_S,
+        "publications": len(waits),
+        "requests": failed + answered,
+        "failed": failed,
+        "failures": clients.failures[:3],
+        "differ": differ,
+        "in_force_s": {"median": median_s, "p95": float(np.quantile(waits, 0.95)), "max": longest_s},
+    }

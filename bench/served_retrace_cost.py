@@ -1,0 +1,142 @@
+"""What a forced retrace costs the traffic beside it, held against its stated share.
+
+Clients send requests without a pause. In turns a recording of one text is retraced beside them with
+:data:`SHARE`, and for as long a time nothing is. Of each turn the traffic's tokens/s are counted by
+the rounds that ended in it, and the latency of requests that arrived and ended in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from lab import say, stored
+from served_live import PAIR, SEATS, demo_prompts, ratios, serving, temporary_folder, windowed
+
+from spectune.engines.protocol import Answered, Load, Prompt, numbered
+from spectune.engines.vllm.retrace import Retracer
+from spectune.engines.vllm.server import OwnServer
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.on_engine import record_on
+from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
+from spectune.traces.tables import Recording
+
+SHARE, TOKENS, RETRACED, POLICY = 0.2, 48, 24, windowed(3)
+"""``RETRACED``: tokens of a text that is retraced."""
+CLIENTS, TURNS = (4, 8), 10
+SETTLE_S = 1.0
+"""Seconds between two turns, which count for neither."""
+
+
+class Traffic:
+    """Clients that send prompts again and again until it is left; ``answers``: what they got,
+    times in seconds since 1970."""
+
+    def __init__(self, server: OwnServer, prompts: Sequence[Prompt], clients: int) -> None:
+        self.answers: list[Answered] = []
+        self._began, self._over = time.time(), threading.Event()
+        how: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": TOKENS}
+        served = server.execute(numbered(prompts, 20_000), POLICY, Load(clients), **how)
+
+        def take() -> None:
+            with closing(served):
+                for answer in served:
+                    self.answers.append(answer)
+                    if self._over.is_set():
+                        return
+
+        self._thread = threading.Thread(target=take)
+
+    def __enter__(self) -> Traffic:
+        self._began = time.time()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def figures(self, turn: tuple[float, float]) -> tuple[float, float]:
+        """Tokens/s and the 95th percentile of latencies, seconds, of a turn (began, ended)."""
+        began, ended = (moment - self._began for moment in turn)
+        steps = [step for answer in self.answers for step in answer.steps]
+        tokens = sum(step.emitted for step in steps if began <= step.ended_s < ended)
+        latencies = [
+            answer.finished_s - answer.arrived_s
+            for answer in self.answers
+            if began <= answer.arrived_s and answer.finished_s < ended
+        ]
+        return tokens / (ended - began), float(np.quantile(latencies, 0.95))
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    turns, prompts = 2 if quick else TURNS, demo_prompts(48, TOKENS)
+    rows = []
+    with temporary_folder() as folder, serving("--enable-prefix-caching") as server:
+        store = stored(folder / "x.db")
+        long_texts = _full_length(server, prompts)[:turns]
+        for clients in CLIENTS[:1] if quick else CLIENTS:
+            texts = [_recorded(store, server, prompt) for prompt in long_texts]
+            with Traffic(server, prompts, clients) as traffic:
+                rows.append(_row(store, server, traffic, texts) | {"clients": clients})
+            say(rows[-1])
+    costs = ", ".join(
+        f"{r['clients']} clients: {100 * (1 - r['tokens_per_s'][0]):.1f}% of tokens/s" for r in rows
+    )
+    return {
+        "summary": f"a retrace with share {SHARE} costs traffic of {costs}",
+        "holds": all(1 - row["tokens_per_s"][0] <= SHARE for row in rows),
+        "stated_share": SHARE,
+        "rows": rows,
+    }
+
+
+def _full_length(server: OwnServer, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts whose texts do not end before their last token."""
+    how: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": RETRACED}
+    answers = server.execute(prompts, POLICY, Load(SEATS), **how)
+    lengths = {a.trajectory.request_id: len(a.trajectory.output_ids) for a in answers}
+    return [prompt for prompt in prompts if lengths[prompt.id] == RETRACED]
+
+
+def _recorded(store: TraceStore, server: OwnServer, prompt: Prompt) -> Recording:
+    """A new recording of one text."""
+    how = (server, None, [prompt], POLICY, Load(), DecodeOptions(max_new_tokens=RETRACED))
+    info = record_on(store, PAIR, *how, fresh=True)
+    store.finish_recording(info.id)
+    return info
+
+
+def _row(
+    store: TraceStore, server: OwnServer, traffic: Traffic, texts: Sequence[Recording]
+) -> dict[str, Any]:
+    """Traffic beside retraces as a part of traffic alone, in turns."""
+    beside, alone, busy, positions = list[Any](), list[Any](), 0.0, 0
+    time.sleep(2 * SETTLE_S)
+    for text in texts:
+        began = time.time()
+        retraced = Retracer(store, text, server, share=SHARE).run()
+        beside.append((began, ended := time.time()))
+        busy, positions = busy + retraced.busy_s, positions + retraced.positions
+        time.sleep(SETTLE_S)
+        alone.append((now := time.time(), now + ended - began))
+        time.sleep(ended - began + SETTLE_S)
+    with_it, without = ([traffic.figures(turn) for turn in turns] for turns in (beside, alone))
+    seconds = sum(ended - began for began, ended in beside)
+    names, columns = ("tokens_per_s", "p95_latency"), zip(*with_it, strict=True)
+    return {
+        "turns": len(texts),
+        "turn_s": seconds / len(texts),
+        "positions_per_s": positions / seconds,
+        "busy_share": busy / seconds,
+        **{
+            name: ratios(list(ones), list(others))
+            for name, ones, others in zip(names, columns, zip(*without, strict=True), strict=True)
+        },
+        "alone": dict(zip(names, np.median(without, axis=0).tolist(), strict=True)),
+    }
