@@ -269,6 +269,16 @@ def loads() -> list[str]:
     )
 
 
+def served() -> list[str]:
+    """What is promised of a vLLM that serves; nothing before it was measured."""
+    if not (RESULTS / "served.json").exists():
+        return []
+    parts = {name: part for name, part in load("served").items() if "summary" in part}
+    rows = [(name, part["summary"], exactly(part["holds"])) for name, part in parts.items()]
+    title = "## A vLLM that serves (`make acceptance-vllm`)"
+    return [title, "", *table(("part", "measured", "verdict"), rows)]
+
+
 def under_load(d: Figures, name: str) -> str:
     """Whether what was predicted under load is within 5% and 10%, or what executing again differs
     by."""
@@ -465,7 +475,7 @@ def results() -> str:
         "",
         *gpu_parts(),
     ]
-    lines += [*loads(), *nulls(), *searches(), *speeds(), *temperatures()]
+    lines += [*served(), *loads(), *nulls(), *searches(), *speeds(), *temperatures()]
     return "\n".join(lines).rstrip() + "\n"
 
 

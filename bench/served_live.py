@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,9 +67,9 @@ def publish(store: TraceStore, policy: Policy) -> int:
     return store.publish(PAIR.id, "cpu", policy.id, deployment="vllm", actor="bench").version
 
 
-def ratios(ones: list[float], others: list[float]) -> list[float]:
-    """The geometric mean of ratios of measurements in pairs, and its 95% interval."""
-    return interval_of(np.log(np.array(ones) / np.array(others)))
+def ratio(figures: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """The geometric mean of the ratios of measurements in pairs, and its 95% interval."""
+    return interval_of(np.log(np.array(figures) / np.array(baseline)))
 
 
 def command(*words: object) -> list[str]:

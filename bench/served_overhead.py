@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from served_live import DRAFT, PAIR, demo_prompts, ratios, temporary_folder
+from served_live import DRAFT, PAIR, demo_prompts, ratio, temporary_folder
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -97,16 +97,17 @@ def measure(quick: bool) -> dict[str, Any]:
         each_us = _microseconds(engine, prompts)
         noted = engine.scheduler._spectune.noted
         engine.llm.engine_core.shutdown()
-    ratio = ratios(seconds[False], seconds[True])
+    relative = ratio(seconds[False], seconds[True])
     median_us = float(np.median(each_us))
     return {
         "summary": f"the agent takes {median_us:.0f} us of a step of {SEATS} requests in the "
-        f"median of {len(each_us)}; with it {ratio[0]:.4f} ({ratio[1]:.4f} to {ratio[2]:.4f}) of "
+        f"median of {len(each_us)}; with it {relative[0]:.4f} ({relative[1]:.4f} to "
+        f"{relative[2]:.4f}) of "
         f"the tokens/s without, {alternations} alternations",
-        "holds": median_us <= LIMIT_US and ratio[1] >= LEAST_RATIO,
+        "holds": median_us <= LIMIT_US and relative[1] >= LEAST_RATIO,
         "steps": len(each_us),
         "us_a_step": {"median": median_us, "mean": float(np.mean(each_us))},
-        "tokens_per_s_ratio": ratio,
+        "tokens_per_s_ratio": relative,
         "tokens_per_s": PROMPTS * TOKENS / float(np.median(seconds[False])),
         "alternations": alternations,
         "noted": noted,

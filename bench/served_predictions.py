@@ -30,7 +30,7 @@ from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.simulate.load import Objective, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 
-TOKENS, PASSES, BUSY, LIMIT = 48, 3, 0.7, 0.08
+TOKENS, PASSES, BUSY, LIMIT = 48, 2, 0.7, 0.08
 REQUESTS = {1: 8, 4: 24, 8: 40}
 """Requests that are sent by so many clients: about as long a time each."""
 ARRIVALS = "recorded arrivals"
@@ -60,8 +60,9 @@ def measure(quick: bool) -> dict[str, Any]:
             serve_design(store, PAIR, server, DRAFT, design)
             for row in rng.permutation(rows):
                 load, count = loads[row["load"]]
-                how = (prompts[:count], POLICIES[row["policy"]], load, options)
-                served = served_of(list(execute(server, *how)))
+                policy = POLICIES[row["policy"]]
+                answers = list(execute(server, prompts[:count], policy, load, options))
+                served = served_of(answers)
                 row.setdefault("tokens_per_s", []).append(served.tokens_per_s)
                 row.setdefault("tpot_s", []).append(served.mean_tpot_s)
             say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")

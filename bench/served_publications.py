@@ -17,13 +17,22 @@ from typing import Any
 
 import numpy as np
 from lab import stored
-from served_live import MOST, PAIR, command, demo_prompts, publish, serving, temporary_folder, windowed
+from served_live import (
+    MOST,
+    PAIR,
+    command,
+    demo_prompts,
+    publish,
+    serving,
+    temporary_folder,
+    windowed,
+)
 
 from spectune.engines.protocol import Prompt
-from spectune.traces.errors import EngineError
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.traces.errors import EngineError
 
 PUBLICATIONS, CLIENTS, PROMPTS, TOKENS = 200, 8, 48, 48
 LIMIT_S, GIVE_UP_S, LOOK_S = 1.0, 60.0, 0.005
@@ -88,7 +97,9 @@ class Clients:
 @contextmanager
 def following(database: Path, folder: Path) -> Iterator[None]:
     """`follow`, as a user starts it, once it knows the server."""
-    process = subprocess.Popen(command("--db", database, "follow", folder, "--pair", "demo"))
+    words = command("--db", database, "follow", folder, "--pair", "demo")
+    with database.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
     try:
         store = stored(database)
         while not [pair for pair in store.list_pairs() if pair.id == PAIR.id]:
@@ -109,7 +120,7 @@ def await_version(server: OwnServer, version: int) -> None:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    rng, waits, refused = np.random.default_rng(0), list[float](), 0
+    rng, waits = np.random.default_rng(0), list[float]()
     prompts = demo_prompts(8 if quick else PROMPTS, TOKENS)
     with temporary_folder() as folder, serving() as server:
         clients = Clients(server, prompts)
@@ -138,5 +149,9 @@ def measure(quick: bool) -> dict[str, Any]:
         "failed": failed,
         "failures": clients.failures[:3],
         "differ": differ,
-        "in_force_s": {"median": median_s, "p95": float(np.quantile(waits, 0.95)), "max": longest_s},
+        "in_force_s": {
+            "median": median_s,
+            "p95": float(np.quantile(waits, 0.95)),
+            "max": longest_s,
+        },
     }

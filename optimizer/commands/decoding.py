@@ -70,15 +70,22 @@ def quiet_transformers(talk: Talk) -> None:
         logging.set_verbosity_error()
 
 
-def load(s: Any, spec: PairSpec, talk: Talk, *, notes: bool = True) -> LoadedPair:
-    """The pair, loaded as the settings say; with ``notes`` what is to be known of its drafts is
-    said. Raises PairError."""
+def load(
+    s: Any,
+    spec: PairSpec,
+    talk: Talk,
+    *,
+    drafts: Collection[str] | None = None,
+    notes: bool = True,
+) -> LoadedPair:
+    """The pair, with these of its ``drafts`` (None: all), loaded as the settings say; with
+    ``notes`` what is to be known of them is said. Raises PairError."""
     if isinstance(s.pair, LoadedPair):
         return s.pair
     assert isinstance(s, OnDevice)
     quiet_transformers(talk)
     check_threads(s.threads)
-    pair = load_pair(spec, device=s.device, dtype=s.dtype, threads=s.threads)
+    pair = load_pair(spec, device=s.device, dtype=s.dtype, drafts=drafts, threads=s.threads)
     for line in pair.notes if notes else ():
         talk.tell(line)
     return pair

@@ -76,7 +76,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
             else:
                 info = _record(store, server, s, talk)
             with dask_workers(s.workers):
-                loaded = partial(load, s, server.spec, talk)
+                loaded = partial(load, s, server.spec, talk, drafts=[server.draft])
                 record_draft(store, server, info, loaded, progress=talk.progress)
             if not recorded:
                 store.finish_recording(info.id)
