@@ -75,9 +75,10 @@ def _row(folder: Path, name: str, pair: str, work: Path, size: tuple[object, ...
     return {**row, "compared": compared, "unequal": unequal, "tune_minutes": typed["tune_minutes"]}
 
 
-def _minutes(folder: Path, work: Path, foretold: float, quick: bool) -> dict[str, float]:
-    """Minutes of the tuning that `check` names."""
+def _minutes(folder: Path, work: Path, foretold: float, quick: bool) -> dict[str, Any]:
+    """Minutes of the tuning that `check` names, and the seconds of its stages."""
     began = time.monotonic()
     size = QUICK if quick else ()
-    run_json("--db", folder / "tuned.db", "tune", "--pair", "demo", "--workload", work, *size)
-    return {"foretold": foretold, "took": (time.monotonic() - began) / 60}
+    words = "tune", "--pair", "demo", "--workload", work, *size
+    stages = run_json("--db", folder / "tuned.db", *words)["seconds"]
+    return {"foretold": foretold, "took": (time.monotonic() - began) / 60, "stages_s": stages}

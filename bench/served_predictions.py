@@ -27,11 +27,12 @@ from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import execute
 from spectune.optimizer.record import PanoramaSpec
-from spectune.optimizer.simulate.load import Objective, loads_of
+from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.runtime.policies.document import Policy
 
 TOKENS, PASSES, BUSY, LIMIT = 48, 2, 0.7, 0.08
-REQUESTS = {1: 8, 4: 24, 8: 40}
+REQUESTS, FEW = {1: 8, 4: 24, 8: 40}, {1: 2, 2: 4}
 """Requests that are sent by so many clients: about as long a time each."""
 ARRIVALS = "recorded arrivals"
 POLICIES = {f"K={gamma}": windowed(gamma) for gamma in (0, 1, 2, 4, 8)}
@@ -40,21 +41,22 @@ POLICIES["table"] = windowed({"1": 4, "3": 2, "6": 1})
 
 def measure(quick: bool) -> dict[str, Any]:
     pair, options = demo((DRAFT,)), DecodeOptions(max_new_tokens=12 if quick else TOKENS)
-    counts = {clients: count // (4 if quick else 1) for clients, count in REQUESTS.items()}
-    most, passes = max(counts), 1 if quick else PASSES
+    counts, passes = (FEW, 1) if quick else (REQUESTS, PASSES)
+    names = list(POLICIES)[: 3 if quick else None]
+    most, gamma = max(counts), max(POLICIES[name].gamma_max for name in names)
     prompts = demo_prompts(counts[most], options.max_new_tokens)
     with temporary_folder() as folder, serving() as server:
         store = stored(folder / "x.db")
-        request = (requests(len(prompts)), tuple(prompts), windowed(MOST), Load(most), options)
+        request = (requests(len(prompts)), tuple(prompts), windowed(gamma), Load(most), options)
         info = record_engine(store, pair, server, *request, PanoramaSpec((DRAFT,), MOST))
-        design = Design(prompts, MOST, most, options.max_new_tokens)
+        design = Design(prompts, gamma, most, options.max_new_tokens)
         serve_design(store, PAIR, server, DRAFT, design)
         bench = engine_bench(store, info, [], f"clients:{most}", Objective())
         plain = _simulate(bench, POLICIES["K=0"], Load(most), counts[most])
         rate = BUSY * len(plain.tokens) / plain.seconds
         loads = {f"{clients} clients": (Load(clients), count) for clients, count in counts.items()}
         loads[ARRIVALS] = _arrivals(folder / "arrivals.csv", rate, counts[most]), counts[most]
-        rows = [{"load": load, "policy": name} for load in loads for name in POLICIES]
+        rows = [{"load": load, "policy": name} for load in loads for name in names]
         rng = np.random.default_rng(0)
         for n in range(passes):
             serve_design(store, PAIR, server, DRAFT, design)
@@ -74,7 +76,7 @@ def measure(quick: bool) -> dict[str, Any]:
     return _figures(rows) | {"passes": passes, "rate": rate, "rows": rows}
 
 
-def _simulate(bench: EngineBench, policy: Any, load: Load, count: int) -> Any:
+def _simulate(bench: EngineBench, policy: Policy, load: Load, count: int) -> Served:
     """What a policy is predicted to serve, on a server whose draft stays loaded."""
     costs = replace(bench.costs, passes={DRAFT: bench.costs.passes[DRAFT]})
     return replace(bench, costs=costs, loaded=DRAFT, count=count).simulate(policy, load).served
