@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from lab import RESULTS, ROOT, Halves, compare, halves, measured, requests, say
+from lab import RESULTS, ROOT, Halves, halves, measured, run_parts, say
 
-from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.timings import Timings, finite
@@ -87,6 +87,22 @@ def row(claim: str, cell: str, ours: Interval, why: str = "") -> Document:
     """A row of a paper's table."""
     say(f"{CLAIMS[claim].title}, {cell}: {[x and round(x, 3) for x in ours]}")
     return {"claim": claim, **CLAIMS[claim]._asdict(), "cell": cell, "ours": ours, "why": why}
+
+
+def run_rows(
+    about: str | None,
+    name: str,
+    parts: Mapping[str, Callable[[bool], list[Document]]],
+    arguments: Sequence[str],
+) -> None:
+    """Runs parts of a paper's tables, and adds their rows, each with the command that makes it, to
+    ``bench/results/papers.json``."""
+
+    def rows(part: str, quick: bool) -> list[Document]:
+        command = f"bench/run.py {name} --only {part}"
+        return [{**r, "command": command} for r in parts[part](quick)]
+
+    run_parts(about, "papers", {part: partial(rows, part) for part in parts}, arguments)
 
 
 # ----------------------------------------------------------------------------- recordings and costs
@@ -203,11 +219,12 @@ def replayed(
     *,
     places: Sequence[int] | None = None,
     find: Artifacts | None = None,
+    per_round: bool = False,
 ) -> Replay:
     """A policy on some requests, by default the unseen half."""
     policy = policy if isinstance(policy, Policy) else parse_policy(policy)
     part = h.trace.select(h.test if places is None else places)
-    return run_replay(part, policy, profile, artifacts=find or h.find)
+    return run_replay(part, policy, profile, artifacts=find or h.find, per_round=per_round)
 
 
 def over(base: npt.NDArray[Any], new: npt.NDArray[Any]) -> list[float | None]:
@@ -216,10 +233,32 @@ def over(base: npt.NDArray[Any], new: npt.NDArray[Any]) -> list[float | None]:
     return finite(Timings(columns).ratio("new", "base"))
 
 
-def speedup(h: Halves, policy: Any, base: Any, profile: LatencyProfile, **part: Any) -> Interval:
-    """The speed of one policy over another's."""
-    one, other = (replayed(h, p, profile, **part).seconds for p in (base, policy))
-    return over(one, other)
+def speedup(
+    claim: str,
+    cell: str,
+    h: Halves,
+    new: Policy | Document,
+    base: Policy | Document,
+    profile: LatencyProfile,
+    why: str = "",
+    places: Sequence[int] | None = None,
+) -> Document:
+    """A row of the speed of one policy over another's, which says what of it is tau, and what a
+    round's drafting and verification take more, in percent of the other's round."""
+    one, other = (replayed(h, p, profile, places=places, per_round=True) for p in (new, base))
+    (tau, round_s), (base_tau, base_round_s) = map(_tau_and_round, (one, other))
+    draft, verify, total = 100 * (round_s - base_round_s) / base_round_s[2]
+    parts = f"drafting {draft:+.1f}, verifying {verify:+.1f}"
+    cause = f"tau {100 * (tau / base_tau - 1):+.1f}%, a round's time {total:+.1f}% ({parts})"
+    cause = f"{why}; {cause}" if why else cause
+    return row(claim, cell, over(other.seconds, one.seconds), cause)
+
+
+def _tau_and_round(replay: Replay) -> tuple[float, npt.NDArray[np.float64]]:
+    """Tokens a round, and a round's mean seconds: drafting, verification, all."""
+    assert replay.round_s is not None
+    rounds, emitted = replay.counts[:, [ROUNDS, EMITTED]].sum(0)
+    return float(emitted / rounds), replay.round_s.mean(0)
 
 
 def best(h: Halves, policies: Iterable[Document], profile: LatencyProfile) -> Policy:
@@ -228,40 +267,60 @@ def best(h: Halves, policies: Iterable[Document], profile: LatencyProfile) -> Po
     return min(parsed, key=lambda p: replayed(h, p, profile, places=h.fit).seconds.sum())
 
 
-def executed(h: Halves, policy: Document, base: Document, quick: bool) -> list[Document]:
-    """A row of the speed of a policy over another, executed on some of the unseen requests, which
-    says what replay at this CPU's costs predicts for these."""
-    places, profile = h.test[: 2 if quick else 12], costs(quick)["cpu"]
-    info, workload = h.store.get_recording(h.recording), requests(max(places) + 1)
-    part = replace(workload, requests=tuple(workload.requests[i] for i in places))
-    options = DecodeOptions(info.sampling, info.max_new_tokens)
-    both = [parse_policy(p) for p in (policy, base)]
-    encoded = encode(h.pair, part, options)
-    timings = compare(h.pair, both, encoded, passes=2, profile=profile, artifacts=h.find).timings
-    ours = finite(timings.ratio(both[0].id, both[1].id))
-    predicted = speedup(h, both[0], both[1], profile, places=places)
-    cell = f"{both[0].draft}, temperature {info.sampling.temperature:g}, cpu"
-    why = f"{len(places)} requests; replay says {predicted[0]:.3f}"
-    return [row("executed", cell, ours, why)]
+def executed(
+    cell: str, one: tuple[Halves, Document], other: tuple[Halves, Document], quick: bool
+) -> Document:
+    """A row of the speed of a policy over another's, a token, executed in turns on the same unseen
+    requests as their recordings were sampled and verified; it says what replay at this CPU's costs
+    predicts for these."""
+    sides, predicted, profile, passes = [], [], costs(quick)["cpu"], 2
+    for h, document in (one, other):
+        places, policy = h.test[: 2 if quick else 16], parse_policy(document)
+        encoded = encode_recorded(h.pair, [h.trace.trajectories[i] for i in places])
+        execute = Executor(h.pair, [policy], encoded, profile=profile, artifacts=h.find)
+        replay = replayed(h, policy, profile, places=places)
+        sides.append((partial(execute, policy.id), replay.counts[:, EMITTED]))
+        predicted.append(replay.seconds / replay.counts[:, EMITTED])
+    rng, seconds = np.random.default_rng(0), np.zeros((2, len(places), passes))
+    for k, n in product(range(passes), range(len(places))):
+        for side in rng.permutation(2):
+            run, tokens = sides[side]
+            seconds[side, n, k] = run(n) / tokens[n]
+    ours = finite(Timings(dict(zip("ab", seconds, strict=True))).ratio("a", "b"))
+    why = f"{len(places)} requests; replay says {over(predicted[1], predicted[0])[0]:.3f}"
+    return row("executed", cell, ours, why)
 
 
-def nodes_at_equal_tau(
+def at_equal_tau(
+    claim: str,
+    cell: str,
     h: Halves,
-    policy: Document,
+    policy: Policy | Document,
     curve: Sequence[Replay],
+    why: str = "",
     find: Artifacts | None = None,
-) -> list[float | None]:
-    """Verified tokens of a policy over those that a curve of policies verifies at the policy's tau,
-    linear between its points; the 95% interval resamples requests. None beyond the curve."""
+) -> Document:
+    """A row of the verified tokens of a policy over those that a curve of policies verifies at the
+    policy's tau, linear between its points; the 95% interval resamples requests. None beyond the
+    curve."""
     one, others = replayed(h, policy, find=find).counts, [replay.counts for replay in curve]
 
+    def points(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Of the policy and of the curve, [policies, 2]: tau, verified tokens a round."""
+        sums = np.array([counts[drawn].sum(0) for counts in (one, *others)], dtype=float)
+        return sums[:, [EMITTED, VERIFIED]] / sums[:, [ROUNDS]]
+
     def ratio(drawn: npt.NDArray[np.int64]) -> float:
-        points = np.array([counts[drawn].sum(0) for counts in (one, *others)], dtype=float)
-        tau, nodes = points[:, EMITTED] / points[:, ROUNDS], points[:, VERIFIED] / points[:, ROUNDS]
+        tau, nodes = points(drawn).T
         order = 1 + np.argsort(tau[1:])
         beyond = {"left": np.nan, "right": np.nan}
         return float(nodes[0] / np.interp(tau[0], tau[order], nodes[order], **beyond))
 
     rng, n = np.random.default_rng(0), len(one)
     drawn = [ratio(rng.integers(0, n, n)) for _ in range(RESAMPLES)]
-    return finite([ratio(np.arange(n)), *np.quantile(drawn, (0.025, 0.975)).tolist()])
+    ours = finite([ratio(np.arange(n)), *np.quantile(drawn, (0.025, 0.975)).tolist()])
+    (tau, nodes), *rest = points(np.arange(n)).tolist()
+    low, high = min(rest)[0], max(rest)[0]
+    place = f"{nodes:.1f} tokens at tau {tau:.2f}"
+    place += "" if low <= tau <= high else f", the baseline's is {low:.2f} to {high:.2f}"
+    return row(claim, cell, ours, f"{place}; {why}" if why else place)

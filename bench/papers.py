@@ -14,7 +14,7 @@ in ``.acceptance/halves.db``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,33 +24,35 @@ import optuna
 from evidence import (
     ACCEPTED,
     EMITTED,
+    PASSES,
     ROUNDS,
     VERIFIED,
     Document,
-    Interval,
+    at_equal_tau,
     best,
     cells,
     costs,
-    executed,
     flat,
-    nodes_at_equal_tau,
     over,
     published,
     recorded,
     recorded_chains,
     replayed,
     row,
+    run_rows,
     speedup,
 )
-from lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves, run_parts
+from lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves
 from pairs import chain, fixed
 from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.metrics import roc_auc_score
 
-from spectune.optimizer.fit.c2t import classifier_examples, fit_c2t, train
+from spectune.optimizer.fit.c2t import Examples, classifier_examples, fit_c2t, train
 from spectune.optimizer.fit.dynaspec import fit_router
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
+from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.search import search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
@@ -69,12 +71,7 @@ SIZES = (2, 4, 8, 12, 16, 24, 32, 60)
 
 
 def main(arguments: Sequence[str]) -> None:
-    run_parts(__doc__, "papers", {name: partial(_rows, name) for name in PARTS}, arguments)
-
-
-def _rows(part: str, quick: bool) -> list[Document]:
-    """A part's rows, each with the command that makes it."""
-    return [{**r, "command": f"bench/run.py papers --only {part}"} for r in PARTS[part](quick)]
+    run_rows(__doc__, "papers", PARTS, arguments)
 
 
 # -------------------------------------------------------------------------------------- HeteroSpec
@@ -111,15 +108,13 @@ def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
         at = " 1" if temperature else ""
         source = tree_source(h.store, h.recording, draft)
         bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        shares = [s["share"] for s in bins.document["statistics"][:3]]
-        why = f"{100 * sum(shares):.0f}% of starts are in the three low bins"
+        why = _low_bins(bins)
         plain, new = eagle(draft), in_bins(draft, bins.artifact)
         base, ours = (replayed(h, p).counts.T for p in (plain, new))
         rows.append(row(f"tau{at}", cell, over(base[ROUNDS], ours[ROUNDS]), why))
         rows.append(row(f"tokens{at}", cell, over(ours[VERIFIED], base[VERIFIED]), why))
         for name, profile in costs(quick).items():
-            speed = speedup(h, new, plain, profile)
-            rows.append(row(f"speed{at}", f"{cell}, {name}", speed, CAUSES[name]))
+            rows.append(speedup(f"speed{at}", f"{cell}, {name}", h, new, plain, profile))
             if temperature:
                 continue
             grid = [
@@ -130,24 +125,29 @@ def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
                 for fractions in FRACTIONS[:2]
             ]
             tuned = best(h, grid, profile), best(h, eagles(draft), profile)
-            rows.append(row("tuned", f"{cell}, {name}", speedup(h, *tuned, profile)))
+            rows.append(speedup("tuned", f"{cell}, {name}", h, *tuned, profile, _against(*tuned)))
         if not temperature:
-            rows += _heterospec_ablations(h, draft, bins.artifact, quick)
-            if draft != "small":
-                rows += executed(h, new, plain, quick)
+            rows += _heterospec_ablations(h, draft, bins, quick)
     return rows
 
 
-CAUSES = {
-    "cpu": "a level of the draft and its entropies are dear here",
-    "h100": "entropies not charged; a level is a tenth of a pass",
-    "70b": "entropies not charged; verification taken as flat",
-}
+def _low_bins(bins: StoredFit) -> str:
+    """What could be gained in the bins whose trees grow deeper: where every level is accepted."""
+    low = bins.document["statistics"][:3]
+    share = 100 * sum(s["share"] for s in low)
+    full = 1e4 * sum(s["share"] * s["fully_accepted"] for s in low) / share
+    return f"{share:.0f}% of starts in the three low bins, {full:.0f}% of these fully accepted"
 
 
-def _heterospec_ablations(h: Halves, draft: str, artifact: str, quick: bool) -> list[Document]:
+def _against(one: Policy, other: Policy) -> str:
+    """What was compared."""
+    return f"{one.label()} over {other.label()}"
+
+
+def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) -> list[Document]:
     """Tables 2, 3, 5, 6 and 11, greedy."""
-    profiles, new = costs(quick), in_bins(draft, artifact)
+    profiles, artifact, why = costs(quick), fit.artifact, _low_bins(fit)
+    new = in_bins(draft, artifact)
     policies = eagle(draft), in_bins(draft, artifact, fractions=(1.0, 1.0, 1.0)), new
     plain, deeper, pruned = (replayed(h, p).counts.T for p in policies)
     trees = tree_source(h.store, h.recording, draft).trees
@@ -155,27 +155,30 @@ def _heterospec_ablations(h: Halves, draft: str, artifact: str, quick: bool) -> 
     best_quarter = float((ranks[ranks > 0] <= TOP_N / 4).mean())
     rows = [
         row("ranks", draft, [best_quarter, None, None]),
-        row("deeper", draft, over(plain[ROUNDS], deeper[ROUNDS])),
-        row("pruned", draft, over(pruned[VERIFIED], deeper[VERIFIED])),
-        row("kept", draft, over(deeper[ROUNDS], pruned[ROUNDS])),
+        row("deeper", draft, over(plain[ROUNDS], deeper[ROUNDS]), why),
+        row("pruned", draft, over(pruned[VERIFIED], deeper[VERIFIED]), why),
+        row("kept", draft, over(deeper[ROUNDS], pruned[ROUNDS]), why),
     ]
     half = in_bins(draft, artifact, 2, depth=4)
     for alpha in (1, 3):
-        speed = speedup(h, half, in_bins(draft, artifact, alpha, depth=4), profiles["70b"])
-        rows.append(row(f"alpha {alpha}", f"{draft}, 70b", speed))
+        base = in_bins(draft, artifact, alpha, depth=4)
+        rows.append(speedup(f"alpha {alpha}", f"{draft}, 70b", h, half, base, profiles["70b"]))
     for category, source, others in by_category(h, draft):
         bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        other = in_bins(draft, bins.artifact)
-        speed = speedup(h, other, eagle(draft), profiles["70b"], places=others)
-        rows.append(row("domain", f"{draft}, bins of {category} elsewhere, 70b", speed))
+        both = in_bins(draft, bins.artifact), eagle(draft)
+        place = f"{draft}, bins of {category} elsewhere, 70b"
+        rows.append(speedup("domain", place, h, *both, profiles["70b"], places=others))
     cpu = profiles["cpu"]
     free = {name: table for name, table in cpu.terms.items() if name != f"stratify/{draft}"}
     charged, without = (replayed(h, new, p).seconds for p in (cpu, replace(cpu, terms=free)))
-    rows.append(row("overhead", f"{draft}, cpu", over(charged, without)))
+    passes = replayed(h, new).counts[:, PASSES].sum()
+    why = f"{1e3 * (charged - without).sum() / passes:.2f} ms a pass of the draft"
+    rows.append(row("overhead", f"{draft}, cpu", over(charged, without), why))
     for name, profile in profiles.items():
         stops = ({"kind": "entropy", "threshold": t} for t in (0.2, 0.4, 0.6))
         stopped = best(h, (eagle(draft, stop=stop) for stop in stops), profile)
-        rows.append(row("adaedl", f"{draft}, {name}", speedup(h, new, stopped, profile)))
+        why = f"its best threshold is {stopped.stop.threshold}"
+        rows.append(speedup("adaedl", f"{draft}, {name}", h, new, stopped, profile, why))
     return rows
 
 
@@ -217,20 +220,39 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
     for h, draft, cell in cells(temperature, quick):
         source = tree_source(h.store, h.recording, draft)
         artifact = fit_c2t(source, width=EAGLE_WIDTH).artifact
-        curve = tree_curve(h, draft)
+        curve, why = tree_curve(h, draft), Ranking.of(h, draft).why(h.find(artifact))
         for beta in (0.4, 0.6, 0.8):
-            share = nodes_at_equal_tau(h, classified(draft, artifact, beta), curve)
-            rows.append(row("nodes", f"{cell}, beta {beta}", share))
+            new = classified(draft, artifact, beta)
+            rows.append(at_equal_tau("nodes", f"{cell}, beta {beta}", h, new, curve, why))
         if temperature:
             continue
         for name, profile in costs(quick).items():
             depths = (1, 2, 3, 4, 6, 8)
             grid = [classified(draft, artifact, beta, depth) for beta in BETAS for depth in depths]
             tuned = best(h, grid, profile), best(h, eagles(draft), profile)
-            rows.append(row("tuned", f"{cell}, {name}", speedup(h, *tuned, profile)))
-        if draft != "small":
-            rows += executed(h, classified(draft, artifact, 0.6), eagle(draft), quick)
+            rows.append(speedup("tuned", f"{cell}, {name}", h, *tuned, profile, _against(*tuned)))
     return rows
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Nodes of EAGLE-2's trees of unseen requests, and how well classifiers tell the accepted ones
+    (the area under the ROC curve), beside the joint probability, by which EAGLE-2 does."""
+
+    nodes: Examples
+    joint: float
+
+    @classmethod
+    def of(cls, h: Halves, draft: str) -> Ranking:
+        trees = RecordedTrees.of(h.trace.select(h.test), draft)
+        nodes = classifier_examples(trees, EAGLE_WIDTH, trees.forest.depth, count=1000)
+        return cls(nodes, roc_auc_score(nodes.accepted, -nodes.joint_code))
+
+    def why(self, fitted: Fitted) -> str:
+        weights = ClassifierWeights(**{name: fitted.arrays[name] for name in WEIGHTS})
+        features = self.nodes.joint_code, self.nodes.entropy_code, self.nodes.depth
+        area = roc_auc_score(self.nodes.accepted, weights.confidence(*features))
+        return f"AUC {area:.3f}, by joint probability {self.joint:.3f}"
 
 
 def c2t_ablations(quick: bool) -> list[Document]:
@@ -245,16 +267,18 @@ def c2t_ablations(quick: bool) -> list[Document]:
 def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document]:
     """Tables 1 to 3 and 5, figure 4's transfer and appendix B.3, greedy, at beta 0.5."""
     curve, source = tree_curve(h, draft), tree_source(h.store, h.recording, draft)
+    ranking = Ranking.of(h, draft)
 
     def of_any_draft(name: str) -> Fitted:
         artifact = h.find(name)
         return replace(artifact, document={**artifact.document, "draft": None})
 
-    def share(artifact: str, **more: Any) -> Interval:
-        return nodes_at_equal_tau(h, classified(draft, artifact, 0.5, **more), curve, of_any_draft)
+    def ablated(claim: str, cell: str, artifact: str, **more: Any) -> Document:
+        new, why = classified(draft, artifact, 0.5, **more), ranking.why(h.find(artifact))
+        return at_equal_tau(claim, f"{draft}{cell}", h, new, curve, why, of_any_draft)
 
     rows = [
-        row("transfer", f"{draft}, trained on {other}", share(artifact))
+        ablated("transfer", f", trained on {other}", artifact)
         for other, artifact in fits.items()
         if other != draft
     ]
@@ -263,16 +287,17 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
     for name, column in (("entropy_code", 1), ("depth", 2)):
         weights = train(replace(examples, **{name: constant}))
         weights.w1[:, column] = 0.0  # a constant input is not trained
-        rows.append(row("two", f"{draft}, without {name}", share(_kept(source, weights))))
+        rows.append(ablated("two", f", without {name}", _kept(source, weights)))
     for hidden in (2, 12):
         weights = train(examples, hidden=hidden)
-        rows.append(row("hidden", f"{draft}, {hidden} hidden", share(_kept(source, weights))))
-    rows.append(row("cap", draft, share(fits[draft], cap=5)))
+        rows.append(ablated("hidden", f", {hidden} hidden", _kept(source, weights)))
+    rows.append(ablated("cap", "", fits[draft], cap=5))
     for category, part, others in by_category(h, draft):
         elsewhere = replace(h, test=others)
-        new = classified(draft, fit_c2t(part, width=EAGLE_WIDTH).artifact, 0.5)
-        ours = nodes_at_equal_tau(elsewhere, new, tree_curve(elsewhere, draft))
-        rows.append(row("texts", f"{draft}, trained on {category}", ours))
+        artifact = fit_c2t(part, width=EAGLE_WIDTH).artifact
+        new, why = classified(draft, artifact, 0.5), ranking.why(h.find(artifact))
+        others_curve, cell = tree_curve(elsewhere, draft), f"{draft}, trained on {category}"
+        rows.append(at_equal_tau("texts", cell, elsewhere, new, others_curve, why))
     alone = classified(draft, fits[draft], 0.5, width=1, cap=1)
     for kind in ("max_prob", "joint_prob"):
         stops = [
@@ -280,7 +305,7 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
             for t in (0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
         ]
         stopped = [replayed(h, chain(draft, DEEPEST, stop=stop)) for stop in stops]
-        rows.append(row("stops", f"{draft}, {kind}", nodes_at_equal_tau(h, alone, stopped)))
+        rows.append(at_equal_tau("stops", f"{draft}, {kind}", h, alone, stopped))
     return rows
 
 
@@ -312,19 +337,21 @@ def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
             tuned = [analytic(draft, g, n) for g, n in product((3, 5, 8, 12), (6, 12, 24))]
             kinds = ("fsm", "cache_fsm", "q_learning")
             others = [{"draft": draft, "window": {"kind": k, "gamma_max": 8}} for k in kinds]
-            rows.append(row(f"window{at}", cell, speedup(h, new, chain(draft, 5), profile)))
+            rows.append(speedup(f"window{at}", cell, h, new, chain(draft, 5), profile))
             both = best(h, tuned, profile), best(h, windows, profile)
+            seconds = np.stack([replayed(h, w, profile).seconds for w in windows])
+            most = 100 * (seconds.sum(1).min() / seconds.min(0).sum() - 1)
             why = f"at most {both[0].gamma_max} over gamma {both[1].gamma_max}"
-            rows.append(row("tuned", cell, speedup(h, *both, profile), why))
-            rows.append(row("methods", cell, speedup(h, new, best(h, others, profile), profile)))
+            why += f"; the best window of each request, known beforehand, gains {most:.1f}%"
+            rows.append(speedup("tuned", cell, h, *both, profile, why))
+            other = best(h, others, profile)
+            rows.append(speedup("methods", cell, h, new, other, profile, other.window.kind))
     rows += _draft_choice(h, f"temperature {temperature:g}")
     if temperature:
         return rows
     for draft, (name, profile) in product(h.pair.models, costs(quick).items()):
         new = eagle(draft) | {"window": analytic(draft)["window"]}
-        rows.append(row("adaptive", f"{draft}, {name}", speedup(h, new, eagle(draft), profile)))
-    for draft in ("small", "medium"):
-        rows += executed(h, analytic(draft), chain(draft, 5), quick)
+        rows.append(speedup("adaptive", f"{draft}, {name}", h, new, eagle(draft), profile))
     return rows
 
 
@@ -415,30 +442,38 @@ def verifier(quick: bool) -> list[Document]:
     """Coupled against rejection at temperature 1, the coupled score over EAGLE-2's, and how certain
     the drafts are of what is accepted."""
     rows: list[Document] = []
-    coupled, rejection = recorded(1.0, quick), recorded_chains(1.0, quick)
-    rejection = replace(rejection, test=coupled.test, fit=coupled.fit)  # the same prompts
+    coupled, rejection = both_verifiers(quick)
     for draft in ("small", "medium"):
+        first = [100 * _acceptance(h, draft)[h.test].mean() for h in (coupled, rejection)]
+        why = "a first token is accepted {:.0f}% of times, {:.0f}% by rejection".format(*first)
         for gamma in (2, 4, 6):
             one, other = (replayed(h, chain(draft, gamma)).counts.T for h in (rejection, coupled))
             ours = over(*(c[ROUNDS] / c[EMITTED] for c in (one, other)))
-            rows.append(row("coupled", f"{draft}, gamma {gamma}", ours))
+            rows.append(row("coupled", f"{draft}, gamma {gamma}", ours, why))
     for name, profile in costs(quick).items():
         windows = [chain(d, g) for d in ("small", "medium") for g in range(1, GAMMA + 1)]
         grid = [p for draft in coupled.pair.models for p in scored(draft, 1.5, (8, 16, 32, 60))]
         policies = best(rejection, windows, profile), best(coupled, windows + grid, profile)
-        replays = (
+        replays = [
             replayed(h, p, profile) for h, p in zip((rejection, coupled), policies, strict=True)
-        )
+        ]
         ours = over(*(r.seconds / r.counts[:, EMITTED] for r in replays))
-        why = f"{policies[1].label()} over {policies[0].label()}"
+        taus = [r.total.mean_accepted_length for r in replays]
+        why = f"{_against(policies[1], policies[0])}: tau {taus[1]:.2f} for {taus[0]:.2f}"
         rows.append(row("verified", name, ours, why))
     for h, draft, cell in cells(0.0, quick):
         curve = tree_curve(h, draft)
         for new in scored(draft, 3.0, (12, 24)):
-            share = nodes_at_equal_tau(h, new, curve)
-            rows.append(row("sharp", f"{cell}, N {new['select']['top_n']}", share))
+            place = f"{cell}, N {new['select']['top_n']}"
+            rows.append(at_equal_tau("sharp", place, h, new, curve))
     rows += [_certainty(recorded(0.0, quick), draft) for draft in ("small", "medium")]
     return rows
+
+
+def both_verifiers(quick: bool) -> tuple[Halves, Halves]:
+    """The recordings at temperature 1 by each verifier, of the same prompts."""
+    coupled, rejection = recorded(1.0, quick), recorded_chains(1.0, quick)
+    return coupled, replace(rejection, test=coupled.test, fit=coupled.fit)
 
 
 def scored(draft: str, sharpness: float, sizes: Sequence[int]) -> list[Document]:
@@ -483,19 +518,19 @@ def joint(quick: bool) -> list[Document]:
         space = Space((*h.pair.models, "ngram"), GAMMA, limits)
         part = h.trace.select(h.fit)
         part.reader = None  # what lacks distributions is left out
-        trials = 8 if quick else 120
+        trials = 8 if quick else 600
         study = search(part, profile, space, trials=trials, artifacts=h.find)
         groups: dict[str, list[Policy]] = {"one": [], "several": []}
         for trial in study.trials:
             count = len(mechanisms(trial.policy))
             if count:
                 groups["one" if count == 1 else "several"].append(trial.policy)
-        cell, both = (
-            f"temperature {temperature:g}, {name}",
-            (groups["several"][0], groups["one"][0]),
-        )
-        why = f"{trials} trials: {both[0].label()} over {both[1].label()}"
-        rows.append(row("together", cell, speedup(h, *both, profile), why))
+        cell = f"temperature {temperature:g}, {name}"
+        both = groups["several"][0], groups["one"][0]
+        fitted = [replayed(h, p, profile, places=h.fit).seconds for p in both]
+        why = f"{_against(*both)}, of {len(groups['several'])} and {len(groups['one'])} tried: "
+        why += f"{over(fitted[1], fitted[0])[0]:.3f} where both were chosen"
+        rows.append(speedup("together", cell, h, *both, profile, why))
         chosen = study.best()
         assert chosen is not None
         sampled = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
