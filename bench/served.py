@@ -16,6 +16,7 @@ from typing import Any
 from lab import run_parts
 
 PARTS: dict[str, str] = {
+    "rounds": "served_rounds",
     "retrace_cost": "served_retrace_cost",
     "publications": "served_publications",
     "predictions": "served_predictions",

@@ -59,7 +59,7 @@ def train_tokenizer(documents: Sequence[Document], vocab: int) -> PreTrainedToke
     )
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
+def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
     """Documents end to end, each ended by the end-of-text token so that models learn to end: int16
     [n]."""
     pieces = []
@@ -92,7 +92,7 @@ def pack(
     for side, documents in (("training", training), ("held_out", held_out)):
         counts = [sum(d.category == category for d in documents) for category in CATEGORIES]
         tensors[f"{side}.documents"] = torch.tensor(counts)
-        tensors[side] = _encode(tokenizer, documents)
+        tensors[side] = encode(tokenizer, documents)
     packed = lzma.compress(save(tensors), format=lzma.FORMAT_XZ, filters=_FILTERS)
     (folder / "tokens.xz").write_bytes(packed)
 

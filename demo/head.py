@@ -73,21 +73,22 @@ class Unrolled:
 
 
 class Attention(nn.Module):
-    """Attention over cat(embedding, hidden), under the published names."""
+    """Attention over inputs of ``width``, in EAGLE-3 cat(embedding, hidden), under the published
+    names."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         kv = config.num_key_value_heads * config.head_dim
         queries = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv, bias=False)
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, kv, bias=False)
+        self.v_proj = nn.Linear(width, kv, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Unrolled) -> Tensor:
-        """``x`` [B, n, 2 H], ``rotary`` cosines and sines [1, n, D]; ``attend`` remembers the steps
-        before."""
+        """``x`` [B, n, width], ``rotary`` cosines and sines [1, n, D]; ``attend`` remembers the
+        steps before."""
         query, key, value = (
             project(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -102,7 +103,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -135,6 +136,24 @@ def taps(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
+def unroll(
+    layer: nn.Module,
+    config: LlamaConfig,
+    hidden: Tensor,
+    embedded: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    count: int,
+) -> Iterator[Tensor]:
+    """Outputs of steps 0 .. ``count`` - 1 of a layer over texts, each [B, n, H], as ``hidden``,
+    which step 0 reads, and ``embedded``; row u of step j is of a chain for u >= j."""
+    heads, width = (config.num_attention_heads, config.num_key_value_heads), hidden.shape[1]
+    attend = Unrolled(*heads, width, hidden.device)
+    for _ in range(count):
+        out: Tensor = layer(hidden, embedded, rotary, attend)
+        yield out
+        hidden = F.pad(out, (0, 0, 1, 0))[:, :-1]
+
+
 class Unroller:
     """The target and the head over whole texts: the target's law and, step by step, the head's."""
 
@@ -152,15 +171,10 @@ class Unroller:
     def steps(self, ids: Tensor, features: Tensor, count: int) -> Iterator[Tensor]:
         """Outputs of steps 0 .. ``count`` - 1, each [B, T - 1, H]: row u of step j predicts token u
         + 2, for u >= j."""
-        config, width = self.target.config, ids.shape[1] - 1
         embedded = self.target.get_input_embeddings()(ids[:, 1:])
-        rotary = self.rotary(embedded, torch.arange(1, width + 1, device=ids.device)[None])
-        attend = Unrolled(config.num_attention_heads, config.num_key_value_heads, width, ids.device)
+        rotary = self.rotary(embedded, torch.arange(1, ids.shape[1], device=ids.device)[None])
         hidden = self.head.fc(features[:, :-1])
-        for _ in range(count):
-            out = self.head.midlayer(hidden, embedded, rotary, attend)
-            yield out
-            hidden = F.pad(out, (0, 0, 1, 0))[:, :-1]
+        return unroll(self.head.midlayer, self.target.config, hidden, embedded, rotary, count)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's logits."""

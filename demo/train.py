@@ -30,7 +30,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,24 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def law_loss(logits: Tensor, teacher: Tensor) -> Tensor:
     """Cross-entropy of logits with a teacher's [n, V]: the KL divergence up to a constant."""
     return F.cross_entropy(logits.float(), teacher.float().softmax(-1))
+
+
+def unrolled_loss(
+    steps: Iterable[Tensor],
+    logits_of: Callable[[Tensor], Tensor],
+    teacher: Tensor,
+    law_loss: Callable[[Tensor, Tensor], Tensor] = law_loss,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a layer's outputs [B, n, H], step by step, toward a teacher's logits [B, n, V],
+    and at each step the share of tokens that agree."""
+    losses, weights, agreement = [], [], {}
+    for j, hidden in enumerate(steps):
+        logits = logits_of(hidden[:, j:]).flatten(0, 1)
+        law = teacher[:, j:].flatten(0, 1)
+        weights.append(UNROLL_DECAY**j)
+        losses.append(law_loss(logits, law) * weights[j])
+        agreement[f"step {j}"] = (logits.argmax(-1) == law.argmax(-1)).float().mean()
+    return torch.stack(losses).sum() / sum(weights), agreement
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
@@ -199,20 +217,14 @@ class Trainer:
 
     def _head_step(self, step: int, share: float) -> dict[str, Tensor]:
         """Gradients of the head toward the target's law; returns its agreement at each step."""
-        unroller, measured = self.unroller, {}
+        unroller = self.unroller
         ids = self._own_batch(step, self.recipe.batch_tokens // 2)
-        losses = []
         with torch.autocast(self.device.type, torch.bfloat16):
             teacher, features = unroller.teacher(ids)
-            teacher = teacher[:, 1:]
-            for j, hidden in enumerate(unroller.steps(ids, features.float(), UNROLL)):
-                logits = unroller.logits(hidden[:, j:]).flatten(0, 1)
-                law = teacher[:, j:].flatten(0, 1)
-                losses.append(self.law_loss(logits, law) * UNROLL_DECAY**j)
-                measured[f"step {j}"] = (logits.argmax(-1) == law.argmax(-1)).float().mean()
-        weights = sum(UNROLL_DECAY**j for j in range(UNROLL))
-        torch.autograd.backward(torch.stack(losses).sum() / weights)
-        return measured
+            steps = unroller.steps(ids, features.float(), UNROLL)
+            loss, agreement = unrolled_loss(steps, unroller.logits, teacher[:, 1:], self.law_loss)
+        torch.autograd.backward(loss)
+        return agreement
 
     def _copy_of_target(self, dtype: torch.dtype) -> LlamaForCausalLM:
         """The target as it stands, not compiled and without gradients."""

@@ -23,11 +23,14 @@ def every_gamma(most: int, max_num_seqs: int) -> ByLoadWindow:
     return ByLoadWindow(kind="by_load", gamma={1: most, **later})
 
 
-def speculative_config(path: str | None, most: int, max_num_seqs: int) -> dict[str, Any]:
+def speculative_config(
+    path: str | None, most: int, max_num_seqs: int, method: str = ""
+) -> dict[str, Any]:
     """vLLM's ``--speculative-config`` of a server of our own: up to ``most`` tokens of a draft
-    (None: prompt lookup), every number named, so that graphs are captured for each."""
+    (None: of vLLM's ``method``, else prompt lookup), every number named, so that graphs are
+    captured for each."""
     window = every_gamma(most, max_num_seqs)
-    return vllm_settings(Drafting(path, window))
+    return vllm_settings(Drafting(path, window, method=method))
 
 
 def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:

@@ -185,7 +185,8 @@ def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
         arguments += ["--dtype", "float32", "--enforce-eager"]
     if wanted.draft != "none":
         path = spec.drafts.get(wanted.draft)
-        config = speculative_config(path, wanted.most, wanted.max_num_seqs)
+        method = wanted.draft if wanted.draft in spec.methods else ""
+        config = speculative_config(path, wanted.most, wanted.max_num_seqs, method)
         arguments += ["--speculative-config", json.dumps(config)]
     more = os.environ.get("SPECTUNE_VLLM_ARGS", "")
     try:
