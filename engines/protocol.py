@@ -157,9 +157,9 @@ class Running(ABC):
         """Serves every request, and yields each as it ends. Raises PolicyError at once for a policy
         that it cannot run, WorkloadError for a request that is empty or longer than it was started
         for, and EngineError where the engine fails."""
-        own, longest = self.wanted, self.wanted.max_len
-        _, gamma = self.engine.gammas(policy, draft=own.draft, most=own.most, max_num_seqs=1)
-        asked = Execution(prompts, policy, gamma, load, sampling, max_new_tokens)
+        server, longest = self.wanted, self.wanted.max_len
+        tables = self.engine.tables(policy, draft=server.draft, most=server.most, max_num_seqs=1)
+        asked = Execution(prompts, policy, tables[0][1], load, sampling, max_new_tokens)
         for prompt in prompts:
             if not prompt.ids:
                 raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")

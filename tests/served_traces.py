@@ -12,7 +12,7 @@ from databases import opened
 from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
-from spectune.engines.abilities import VLLM, contexts_of
+from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Load, chain_round
 from spectune.engines.rules import ServingRules
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -69,7 +69,7 @@ window = partial(policy, "small")
 def tables(policy: Policy, rules: ServingRules) -> dict[int, tuple[int, ...]]:
     """By context the tokens to draft at each batch size."""
     server: Any = {"draft": "small", "most": 64, "max_num_seqs": rules.max_num_seqs}
-    return {c: VLLM.gammas(policy, **server, context=c) for c in contexts_of(policy)}
+    return VLLM.tables(policy, **server)
 
 
 def simulated(trace: ReplayTrace, policy: Policy, load: Load) -> Simulated:

@@ -41,7 +41,7 @@ small, near = partial(policy, "small"), partial(policy, "near")
 
 
 def gammas(of: Policy) -> tuple[int, ...]:
-    return VLLM.gammas(of, draft="small", most=6, max_num_seqs=8)
+    return VLLM.tables(of, draft="small", most=6, max_num_seqs=8)[0]
 
 
 def test_windows_by_batch_say_what_is_drafted_from_each_size_on() -> None:

@@ -190,7 +190,7 @@ def test_what_was_asked_before_a_failure_is_not_asked_again(
     start: Start, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NOTED_S", 0.1)
-    monkeypatch.setattr(module, "TOGETHER", LENGTH)  # a text at a time
+    monkeypatch.setattr(module, "TOGETHER", 1)  # a text at a time
     server = start()
     recording = followed(server, database)
     how = {"url": server.url, "folder": server.folder, "db": database, "outstanding": 1}

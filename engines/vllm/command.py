@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spectune.engines.export import Drafting, vllm_settings
+from spectune.engines.export import vllm_settings
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.blocks import ByLoadWindow, FixedWindow
 from spectune.traces.errors import PairError, PolicyError
@@ -24,24 +24,11 @@ def every_gamma(most: int, max_num_seqs: int) -> ByLoadWindow:
 
 
 def speculative_config(
-    path: str | None, most: int, max_num_seqs: int, method: str = ""
+    path: str | None, most: int, max_num_seqs: int, method: str = "ngram"
 ) -> dict[str, Any]:
-    """vLLM's ``--speculative-config`` of a server of our own: up to ``most`` tokens of a draft
-    (None: of vLLM's ``method``, else prompt lookup), every number named, so that graphs are
-    captured for each."""
-    window = every_gamma(most, max_num_seqs)
-    return vllm_settings(Drafting(path, window, method=method))
-
-
-def initial_config(path: str | None, gamma: int, most: int) -> dict[str, Any]:
-    """vLLM's ``--speculative-config`` of a user's server: ``gamma`` tokens at every batch size, up
-    to ``most`` once something is published. Only where these differ it has a schedule, which
-    changes what vLLM pads and which graphs it captures."""
-    window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gamma)
-    if gamma != most:
-        window = ByLoadWindow(kind="by_load", gamma={1: gamma})
-    settings = vllm_settings(Drafting(path, window))
-    return settings | {"num_speculative_tokens": most}
+    """vLLM's ``--speculative-config`` of a server of our own: up to ``most`` tokens of a draft, or
+    of a ``method`` without one, every number named, so that graphs are captured for each."""
+    return vllm_settings(every_gamma(most, max_num_seqs), path, method)
 
 
 def server_arguments(
@@ -56,12 +43,19 @@ def server_arguments(
     most = gamma if most is None else most
     if gamma > most:
         raise PolicyError(f"--gamma {gamma} is more than --gamma-max {most}")
-    drafts = spec.drafts
-    name = draft or next(iter(drafts), "ngram")
-    if name != "ngram" and name not in drafts:
+    name = draft or spec.draft_names[0]
+    if name not in spec.draft_names:
         has = ", ".join(spec.draft_names)
         raise PairError(f"--draft {name}: pair {spec.name} has no such draft; it has: {has}")
-    config = json.dumps(initial_config(drafts.get(name), gamma, most))
-    serve = ("vllm", "serve", spec.target, "--max-num-seqs", str(max_num_seqs))
-    defaults = ("--generation-config", "vllm")  # sampling is what requests say
-    return *serve, *defaults, "--speculative-config", config, "--scheduler-cls", SCHEDULER
+    window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gamma)
+    if gamma != most:  # a schedule changes what vLLM pads, and which graphs it captures
+        window = ByLoadWindow(kind="by_load", gamma={1: gamma})
+    config = vllm_settings(window, spec.drafts.get(name), name) | {"num_speculative_tokens": most}
+    options = {
+        "max-num-seqs": str(max_num_seqs),
+        "generation-config": "vllm",  # sampling is what requests say
+        "speculative-config": json.dumps(config),
+        "scheduler-cls": SCHEDULER,
+    }
+    arguments = (word for name, value in options.items() for word in (f"--{name}", value))
+    return "vllm", "serve", spec.target, *arguments

@@ -154,27 +154,16 @@ class RunningServer(Swapping):
         return self.status().fault or "its agent is off, or the folder is another server's"
 
     def _served_model(self) -> str:
-        """The name that requests go to. Raises EngineError where the server has other models than
-        the folder's."""
-        model, cards = self._described.model, list[tuple[str, str | None]]()
+        """The name that requests go to: the model's of the folder, not an adapter's."""
         try:
             answer = self._client.get("v1/models", timeout=30)
+            names = {card.get("root"): card["id"] for card in answer.json()["data"]}
+            return str(names.get(self._described.model) or next(iter(names.values())))
         except httpx2.HTTPError as error:
             raise EngineError(f"{self.url}: no server answers ({error})") from None
-        with suppress(ValueError, LookupError, TypeError, AttributeError):
-            cards = [(str(card["id"]), card.get("root")) for card in answer.json()["data"]]
-        if not cards:
+        except (ValueError, LookupError, TypeError, AttributeError, StopIteration):
             text = f"{answer.status_code}: {one_line(answer.text, 100)}"
-            raise EngineError(f"{self.url}/v1/models: no models ({text})")
-        for name, root in cards:
-            if model in (name, root):
-                return name
-        if any(root for _, root in cards):
-            served = ", ".join(root or name for name, root in cards)
-            raise EngineError(
-                f"{self.url} serves {served}, but {self.folder} is of a server of {model}"
-            )
-        return cards[0][0]
+            raise EngineError(f"{self.url}/v1/models: no models ({text})") from None
 
     def complete(self, **request: Any) -> list[int]:
         """The tokens that the server adds to a prompt (vLLM's ``/v1/completions``). Raises

@@ -7,16 +7,17 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from spectune.engines.abilities import VLLM, contexts_of
+from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import ByLoadWindow, Policy
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
 from spectune.traces.schema import Sampling, Step, Tokens, Verifier
@@ -237,67 +238,46 @@ def rounds_files(folder: Path) -> dict[str, dict[int, Path]]:
     return boots
 
 
-class Chunk(NamedTuple):
-    """Lines of a file, each with the offset after it; ``is_end``: nothing more stands in it."""
-
-    lines: Sequence[tuple[bytes, int]]
-    is_end: bool
-
-
-def read_chunk(path: Path, offset: int, *, is_closed: bool) -> Chunk:
-    """The lines from ``offset`` on, about :data:`CHUNK` bytes. A last line that is not ended yet
-    is left, unless the file ``is_closed``. Raises OSError."""
+def read_lines(path: Path, offset: int) -> list[tuple[bytes, int]]:
+    """The lines from ``offset`` on that are ended, about :data:`CHUNK` bytes, each with the offset
+    after it. Raises OSError."""
     with path.open("rb") as file:
-        first = file.seek(offset)
-        data = file.read(CHUNK)
-        if len(data) == CHUNK and not data.endswith(b"\n"):
-            data += file.readline()
-        is_end = not file.read(1)
-    lines = []
-    for text in data.split(b"\n"):
-        ends = offset + len(text) + 1
-        if ends <= first + len(data):
-            lines.append((text, ends))
-            offset = ends
-        elif text and is_closed and is_end:
-            lines.append((text, ends - 1))
-    return Chunk(lines, is_end)
+        file.seek(offset)
+        lines = [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]
+    ends = accumulate(map(len, lines), initial=offset)
+    return list(zip(lines, list(ends)[1:], strict=True))
 
 
 class Tail:
     """The lines that the agent of a boot appends from now on."""
 
     def __init__(self, folder: Path, boot: str) -> None:
-        self._folder, self._boot, self._rest = folder, boot, b""
-        self._number = 0
+        self._folder, self._boot = folder, boot
+        self._number, self._rest = 0, b""
         self._file: BinaryIO | None = None
-        if numbers := self._numbers():
-            self._open(max(numbers)).seek(0, os.SEEK_END)
+        if files := self._later_files():
+            self._open(max(files), files).seek(0, os.SEEK_END)
 
     def lines(self) -> Iterator[bytes]:
         """Those since the last call. Raises OSError."""
         while True:
-            following = min((n for n in self._numbers() if n > self._number), default=None)
+            files = self._later_files()
             if self._file is not None:  # also where `follow` has removed it
                 *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
                 yield from lines
-            if following is None:
+            if not files:
                 return
-            self._open(following)
+            self._open(min(files), files)
 
-    def _numbers(self) -> Collection[int]:
-        return rounds_files(self._folder).get(self._boot, {})
+    def _later_files(self) -> dict[int, Path]:
+        files = rounds_files(self._folder).get(self._boot, {})
+        return {number: path for number, path in files.items() if number > self._number}
 
-    def _open(self, number: int) -> BinaryIO:
-        self.close()
-        name = f"rounds-{self._boot}-{number:06d}.jsonl"
-        self._number, self._file = number, (self._folder / name).open("rb")
-        return self._file
-
-    def close(self) -> None:
+    def _open(self, number: int, files: Mapping[int, Path]) -> BinaryIO:
         if self._file is not None:
             self._file.close()
-            self._file = None
+        self._number, self._file = number, files[number].open("rb")
+        return self._file
 
 
 def read_status(folder: Path) -> Status | None:
@@ -335,21 +315,10 @@ def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:
     """What ``policy.json`` says of a policy beside its version: draft tokens by the batch size from
     which they hold, on a server that has loaded ``draft``. Raises PolicyError for what it cannot
     run."""
-    most, seats = engine.num_speculative_tokens or 0, engine.max_num_seqs
-    server: dict[str, Any] = {"draft": draft, "most": most, "max_num_seqs": seats}
-    tables = {
-        str(context): _compressed(VLLM.gammas(policy, **server, context=context))
-        for context in contexts_of(policy)
-    }
-    table = {"policy": policy.id, "gammas": tables.pop("0")}
-    return {**table, "contexts": tables} if tables else table
-
-
-def _compressed(gammas: Sequence[int]) -> dict[str, int]:
-    """Draft tokens by the batch size from which they hold, of those at each size from 0 (never
-    read) on."""
-    table: dict[str, int] = {}
-    for size in range(1, len(gammas)):
-        if size == 1 or gammas[size] != gammas[size - 1]:
-            table[str(size)] = gammas[size]
-    return table
+    most = engine.num_speculative_tokens or 0
+    VLLM.tables(policy, draft=draft, most=most, max_num_seqs=1)
+    window = policy.window
+    if not isinstance(window, ByLoadWindow):
+        return {"policy": policy.id, "gammas": {"1": policy.gamma_max}}
+    contexts = {"contexts": window.contexts} if window.contexts else {}
+    return {"policy": policy.id, "gammas": window.gamma, **contexts}

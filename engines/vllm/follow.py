@@ -11,27 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import zstandard
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
-from spectune.engines.vllm.folder import (
-    Engine,
-    Line,
-    parse_line,
-    read_chunk,
-    read_status,
-    rounds_files,
-)
+from spectune.engines.vllm.folder import Engine, Line, parse_line, read_lines, rounds_files
 from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, served_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.reload import reason_of
 from spectune.traces.errors import SpectuneError, TraceError
 from spectune.traces.files import replacing
-from spectune.traces.schema import Sampling, Verifier
+from spectune.traces.schema import Step
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.followed import Arrivals, Arrived, Figures, Place, added
 from spectune.traces.store.recordings import digest_of
@@ -77,15 +71,12 @@ class Totals:
     forgotten: int = 0
 
 
-@dataclass(frozen=True)
-class Boot:
-    """A boot of a server: up to where it is in, how it serves, its draft's name, and by sampling
-    and verifier what its recordings are asked for, with the digest of that."""
+class Boot(NamedTuple):
+    """A boot of a server: up to where it is in, how it serves, and its draft's name."""
 
     row: FollowedServer
     engine: Engine
     draft: str
-    kinds: dict[tuple[Sampling, Verifier], tuple[str, Asked]] = field(default_factory=dict)
 
 
 class Follower:
@@ -167,15 +158,12 @@ class Follower:
     def forget(self) -> None:
         """Removes from the database what is beyond the limits. Raises DatabaseError."""
         limits, pairs = self.limits, {boot.row.pair_id for boot in self._boots.values()}
-        if self.policy.pair_id is not None:
-            pairs.add(self.policy.pair_id)
-        if pairs and (limits.seconds is not None or limits.stored_bytes is not None):
-            before = None
+        if limits.seconds is not None or limits.stored_bytes is not None:
+            before, most_bytes = None, limits.stored_bytes
             if limits.seconds is not None:
                 before = self.store.clock() - timedelta(seconds=limits.seconds)
-            self.totals.forgotten += self.store.forget(
-                pairs, before=before, most_bytes=limits.stored_bytes
-            )
+            pairs.add(self.policy.pair_id)
+            self.totals.forgotten += self.store.forget(pairs, before=before, most_bytes=most_bytes)
 
     def _look(self) -> None:
         self._reconnect()
@@ -206,30 +194,22 @@ class Follower:
 
     def _bring_chunk(self, boot: str, files: dict[int, Path]) -> bool:
         """Brings in some lines; whether more may follow."""
-        server = self._boot(boot, files)
-        row = server.row
-        number = next((n for n in files if n >= row.file), None)
-        if number is None:
+        row = self._boot(boot, files).row
+        lines = read_lines(files[row.file], row.bytes) if row.file in files else []
+        if lines:
+            return self._bring_lines(boot, Place(row.file, row.bytes), lines)
+        following = next((n for n in files if n > row.file), None)
+        if following is None:
             return False
-        if number > row.file:
-            if row.file or row.bytes:
-                lost = f"files {row.file} to {number - 1}"
-                self._tell(f"server {boot}: {lost} were removed before they were in")
-            return self._store(boot, Place(number, 0), Arrivals())
-        start = Place(number, row.bytes)
-        following = next((n for n in files if n > number), None)
-        chunk = read_chunk(files[number], start.bytes, is_closed=following is not None)
-        if chunk.lines:
-            return self._bring_lines(boot, start, chunk.lines)
-        if chunk.is_end and following is not None:
-            return self._store(boot, Place(following, 0), Arrivals())
-        return False
+        if row.file not in files and row.file:
+            lost = f"files {row.file} to {following - 1}"
+            self._tell(f"server {boot}: {lost} were removed before they were in")
+        return self._store(boot, Place(following, 0), Arrivals())
 
     def _bring_lines(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> bool:
         """Brings lines in, in one transaction, or where the database refuses what is in them each
-        half of them in its own; whether they are in."""
-        end = Place(start.file, lines[-1][1])
-        before = self._named_lines
+        in its own; whether they are in."""
+        end, before = Place(start.file, lines[-1][1]), self._named_lines
         try:
             return self._store(boot, end, self._arrivals(boot, start, lines))
         except (UnavailableError, NotFoundError):
@@ -240,11 +220,10 @@ class Follower:
             if len(lines) == 1:
                 self._name_line(boot, start, str(error))
                 return self._store(boot, end, Arrivals(skipped=1))
-        half = len(lines) // 2
-        middle = Place(start.file, lines[half - 1][1])
-        if not self._bring_lines(boot, start, lines[:half]):
-            return False
-        return self._bring_lines(boot, middle, lines[half:])
+        starts = [start, *(Place(start.file, end) for _, end in lines)]
+        return all(
+            self._bring_lines(boot, at, [line]) for at, line in zip(starts, lines, strict=False)
+        )
 
     def _arrivals(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> Arrivals:
         server = self._boots[boot]
@@ -257,10 +236,11 @@ class Follower:
                 line = parse_line(text) if text.strip() else None
                 if isinstance(line, Line) and not line.is_sent:
                     request = self._request(boot, server, line, recordings)
-                    if isinstance(request, Arrived):
-                        requests.append(request)
+                    if request is None:
+                        steps = line.steps(server.draft, self._policy_id)
+                        figures = added(figures, figures_of(line, steps))
                     else:
-                        figures = added(figures, request)
+                        requests.append(request)
             except TraceError as error:
                 skipped += 1
                 self._name_line(boot, Place(start.file, at), str(error))
@@ -269,39 +249,22 @@ class Follower:
 
     def _request(
         self, boot: str, server: Boot, line: Line, recordings: dict[str, Asked]
-    ) -> Arrived | Figures:
-        """A request, its recording added to ``recordings``; or figures of it where its text is not
-        noted, or not to be stored."""
+    ) -> Arrived | None:
+        """A request, its recording added to ``recordings``; None where its text is not noted, or
+        not to be stored."""
         text = line.trajectory(server.engine) if line.is_within(self._share) else None
-        steps = line.steps(server.draft, self._policy_id)
-        if text is not None and steps:
-            kind = text.sampling, text.verifier
-            if kind not in server.kinds:
-                options = {**server.row.engine, "boot": boot}
-                sampled = (text.sampling, server.engine.max_len, text.verifier)
-                recording = Asked(server.row.pair_id, None, *sampled, options, "serve")
-                server.kinds[kind] = digest_of(recording), recording
-            digest, recording = server.kinds[kind]
-            digests = server.row.recordings.keys() | recordings.keys()
-            if digest in digests or len(digests) < RECORDINGS_LIMIT:
-                recordings[digest] = recording
-                return Arrived(digest, text, steps, datetime.fromtimestamp(line.ended, UTC))
-            del server.kinds[kind]
-        n_prompt, n_output = line.lengths
-        figures: Figures = {}
-        for policy in {step.policy for step in steps} or {""}:
-            rounds = [step for step in steps if step.policy == policy]
-            sums = {
-                "rounds": len(rounds),
-                "drafted": sum(step.drafted for step in rounds),
-                "accepted": sum(step.accepted for step in rounds),
-                "emitted": sum(step.emitted for step in rounds),
-                "seconds": sum(step.round_s for step in rounds),
-            }
-            figures = added(figures, {line.category: {policy: sums}})
-        first = steps[0].policy if steps else ""
-        counts: dict[str, float] = {"requests": 1, "n_prompt": n_prompt, "n_output": n_output}
-        return added(figures, {line.category: {first: counts}})
+        if text is None or not line.rounds:
+            return None
+        options = {**server.row.engine, "boot": boot}
+        sampled = (text.sampling, server.engine.max_len, text.verifier)
+        recording = Asked(server.row.pair_id, None, *sampled, options, "serve")
+        digest = digest_of(recording)
+        digests = server.row.recordings.keys() | recordings.keys()
+        if digest not in digests and len(digests) >= RECORDINGS_LIMIT:
+            return None
+        recordings[digest] = recording
+        steps, ended_at = line.steps(server.draft, self._policy_id), line.ended
+        return Arrived(digest, text, steps, datetime.fromtimestamp(ended_at, UTC))
 
     def _name_line(self, boot: str, place: Place, problem: str) -> None:
         self._named_lines += 1
@@ -311,44 +274,32 @@ class Follower:
 
     def _store(self, boot: str, end: Place, arrivals: Arrivals) -> bool:
         """Stores what stands in the files up to ``end``; False where another process has."""
-        server = self._boots[boot]
-        row = self.store.bring_in(server.row, end, arrivals)
+        row = self.store.bring_in(self._boots[boot].row, end, arrivals)
         if row is None:
             del self._boots[boot]
             return False
-        self._boots[boot] = replace(server, row=row)
-        total = self.totals
-        total.requests += len(arrivals.requests)
-        total.figures += number_of(arrivals.figures)
-        total.skipped += arrivals.skipped
+        self._boots[boot] = self._boots[boot]._replace(row=row)
+        self.totals.requests += len(arrivals.requests)
+        self.totals.figures += number_of(arrivals.figures)
+        self.totals.skipped += arrivals.skipped
         return True
 
     def _boot(self, boot: str, files: Mapping[int, Path]) -> Boot:
         """A boot of the server, stored where it is new. Raises TraceError and PairError."""
         if boot in self._boots:
             return self._boots[boot]
-        row = self.store.followed_server(boot)
-        engine = self._engine(boot, files) if row is None else Engine.model_validate(row.engine)
+        path = next(iter(files.values()))
+        lines = read_lines(path, 0)
+        engine = parse_line(lines[0][0]) if lines else None
+        if not isinstance(engine, Engine):
+            raise TraceError(f"{path}: its first line does not say how the server serves")
         spec, draft = served_pair(engine, self._named)
+        row = self.store.followed_server(boot)
         if row is None:
             self.store.put_pair(spec.id, spec.name, spec.to_json())
             row = self.store.follow_server(boot, spec.id, engine.about)
             self._tell(f"server {boot}: pair {spec.name} ({spec.id}), draft {draft}")
         return self._boots.setdefault(boot, Boot(row, engine, draft))
-
-    def _engine(self, boot: str, files: Mapping[int, Path]) -> Engine:
-        """How a boot serves: as its first file says, else as ``status.json`` does."""
-        chunk = read_chunk(next(iter(files.values())), 0, is_closed=False)
-        for text, _ in chunk.lines[:1]:
-            with suppress(TraceError):
-                if isinstance(engine := parse_line(text), Engine):
-                    return engine
-        status = self.policy.status or read_status(self.folder)
-        if status is None:
-            raise TraceError(f"{self.folder}: no status.json says yet how the server serves")
-        if status.boot != boot:
-            self._tell(f"server {boot} is taken to have served as {status.boot} does")
-        return status.engine
 
     def _policy_id(self, version: int) -> str:
         """The id of a table's policy; of one that nobody knows any more its version."""
@@ -362,13 +313,12 @@ class Follower:
     def _clear(self, boot: str, files: Mapping[int, Path], *, is_ended: bool) -> None:
         """Removes, or compresses, the files that are in whole, but not the newest of a boot until
         that has ended a day ago."""
-        row = self._boots[boot].row if boot in self._boots else None
-        if row is None:
+        if boot not in self._boots:
             return
+        row = self._boots[boot].row
         ready = [path for number, path in files.items() if number < row.file]
         newest = files[max(files)]
-        is_read = max(files) <= row.file and row.bytes >= newest.stat().st_size
-        if is_ended and is_read:
+        if is_ended and max(files) <= row.file and not read_lines(newest, row.bytes):
             if boot not in self._finished:
                 for name in row.recordings.values():
                     with suppress(NotFoundError):
@@ -378,30 +328,26 @@ class Follower:
                 ready.append(newest)
         for path in ready:
             if self.limits.file_bytes:
-                target = path.with_name(f"{path.name}.zst")
-                with path.open("rb") as source, replacing(target) as file:
+                with path.open("rb") as source, replacing(f"{path}.zst") as file:
                     zstandard.ZstdCompressor().copy_stream(source, file)
             path.unlink(missing_ok=True)
 
     def _bound_files(self) -> None:
         """Removes the oldest compressed files beyond the limit."""
         files = sorted(self.folder.glob("rounds-*.jsonl.zst"), key=lambda f: f.stat().st_mtime)
-        sizes = [file.stat().st_size for file in files]
-        excess = sum(sizes) - self.limits.file_bytes
-        for file, size in zip(files, sizes, strict=True):
-            if excess <= 0 or not self.limits.file_bytes:
-                break
-            file.unlink(missing_ok=True)
-            excess -= size
+        room = self.limits.file_bytes
+        for file in reversed(files) if room else ():
+            room -= file.stat().st_size
+            if room < 0:
+                file.unlink(missing_ok=True)
 
     def _report(self, before: Totals, seconds: float) -> Totals:
         """Tells what was done since ``before``; the totals now."""
         now, status = replace(self.totals), self.policy.status
-        requests = now.requests - before.requests + now.figures - before.figures
+        more = {name: value - getattr(before, name) for name, value in vars(now).items()}
+        requests = more["requests"] + more["figures"]
         parts = [f"{requests} requests ({requests / max(seconds, 1e-9):.3g}/s)"]
-        for name in ("figures", "skipped", "forgotten"):
-            if number := getattr(now, name) - getattr(before, name):
-                parts.append(f"{number} {WORDS[name]}")
+        parts += [f"{more[name]} {text}" for name, text in WORDS.items() if more[name]]
         parts.append(f"policy version {self.policy.version}")
         if status is None:
             parts.append("no status.json yet")
@@ -413,6 +359,23 @@ class Follower:
         self._tell("; ".join(parts))
         self._named_lines = 0
         return now
+
+
+def figures_of(line: Line, steps: Sequence[Step]) -> Figures:
+    """What is stored of a request whose text is not: sums by policy."""
+    n_prompt, n_output = line.lengths
+    counts = {"requests": 1.0, "n_prompt": n_prompt, "n_output": n_output}
+    figures: Figures = {line.category: {steps[0].policy if steps else "": counts}}
+    for step in steps:
+        sums = {
+            "rounds": 1,
+            "drafted": step.drafted,
+            "accepted": step.accepted,
+            "emitted": step.emitted,
+            "seconds": step.round_s,
+        }
+        figures = added(figures, {line.category: {step.policy: sums}})
+    return figures
 
 
 def number_of(figures: Figures) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from spectune.db.errors import NotFoundError
-from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.folder import (
     Engine,
     Status,
@@ -20,7 +19,7 @@ from spectune.engines.vllm.folder import (
 )
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.reload import REASON_LIMIT
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.store import TraceStore
@@ -45,17 +44,21 @@ def served_pair(engine: Engine, named: PairSpec | None) -> tuple[PairSpec, str]:
         if not drafts and name not in ("none", "ngram"):
             document["methods"] = [name]
         return PairSpec.from_json(document, where="status.json"), next(iter(drafts), name)
-    if identity(named.target) != identity(engine.model):
+    if not is_same(named.target, engine.model):
         raise PairError(
             f"the pair's target is {named.target}, but this server serves {engine.model}"
         )
     if loaded is None or name in named.methods:
         return named, name
-    served = identity(loaded)
     for draft, path in named.drafts.items():
-        if identity(path) == served:
+        if is_same(path, loaded):
             return named, draft
     raise PairError(f"none of the pair's drafts is {loaded}, which this server loaded")
+
+
+def is_same(path: str, other: str) -> bool:
+    """Whether two checkpoints are the same. Raises PairError where one cannot be read."""
+    return path == other or identity(path) == identity(other)
 
 
 class PolicyWriter:
@@ -63,8 +66,9 @@ class PolicyWriter:
 
     The file is written when another publication is in force, at a new boot of the server and at
     the first look, and not where its content changed: who measures policies in turns may.
-    ``policies``: ids of policies by version, as the agent told them. ``tell`` gets a line of what
-    changed.
+    ``policies``: ids of policies by version, as the agent told them; ``version``: the publication
+    that was answered last, 0 for none; ``pair_id``: of the server, empty before it is seen.
+    ``tell`` gets a line of what changed.
     """
 
     def __init__(
@@ -80,22 +84,13 @@ class PolicyWriter:
         self.store, self.folder, self.deployment, self.texts = store, folder, deployment, texts
         self.policies: dict[int, str] = {0: ""}
         self.status: Status | None = None
+        self.pair_id, self.version = "", 0
         self._tell, self._named = tell, pair
-        self._server: tuple[str, Engine, str, str] | None = None
-        """The boot, how it serves, its pair's id and its draft."""
-        self._seen: tuple[str, int] | None = None
+        self._boot, self._draft = "", ""
+        """Of the server that was seen last."""
+        self._answered: tuple[str, int] | None = None
         """The boot and the version that were answered last."""
         self._acknowledged: set[tuple[int, str, str, str]] = set()
-
-    @property
-    def pair_id(self) -> str | None:
-        """Of the server, None where none has told how it serves."""
-        return self._server[2] if self._server else None
-
-    @property
-    def version(self) -> int:
-        """Of the publication that was answered last, 0 where there is none."""
-        return self._seen[1] if self._seen else 0
 
     def look(self) -> None:
         """Writes ``policy.json`` where another publication is in force, and stores what the agent
@@ -104,42 +99,34 @@ class PolicyWriter:
         if status is None:
             return
         self.policies[status.in_force.version] = status.in_force.policy or ""
-        boot, engine, pair_id, draft = self._served(status)
-        version = self.store.active_version(pair_id, engine.device, self.deployment)
-        if (boot, version) != self._seen:
-            self._answer(boot, engine, pair_id, draft, version)
-            self._seen = boot, version
-        if status.in_force.version:
-            self._acknowledge(boot, status.in_force.version, "applied", "")
-        if status.refused is not None and status.refused.version:
-            reason = one_line(status.refused.reason, REASON_LIMIT)
-            self._acknowledge(boot, status.refused.version, "refused", reason)
-
-    def _served(self, status: Status) -> tuple[str, Engine, str, str]:
-        if self._server is None or self._server[0] != status.boot:
-            engine = status.engine
-            spec, draft = served_pair(engine, self._named)
+        if status.boot != self._boot:
+            spec, self._draft = served_pair(status.engine, self._named)
             self.store.put_pair(spec.id, spec.name, spec.to_json())
-            self._server = status.boot, engine, spec.id, draft
-        return self._server
+            self._boot, self.pair_id = status.boot, spec.id
+        version = self.store.active_version(self.pair_id, status.engine.device, self.deployment)
+        if (status.boot, version) != self._answered:
+            self._answer(status.engine, version)
+            self._answered, self.version = (status.boot, version), version
+        if status.in_force.version:
+            self._acknowledge(status.in_force.version, "applied", "")
+        if status.refused is not None and status.refused.version:
+            self._acknowledge(status.refused.version, "refused", status.refused.reason)
 
-    def _answer(self, boot: str, engine: Engine, pair_id: str, draft: str, version: int) -> None:
+    def _answer(self, engine: Engine, version: int) -> None:
         """Puts a publication into ``policy.json``, or refuses it: the last policy stays then."""
         if not version:
             if self.texts is not None or read_policy(self.folder).get("version"):
                 self._write({"version": 0})
             return
-        publication = self.store.active_publication(pair_id, engine.device, self.deployment)
+        publication = self.store.active_publication(self.pair_id, engine.device, self.deployment)
         if publication is None or publication.version != version:
             return  # a newer one: the next look has it
         try:
             policy = parse_policy(publication.document, where=f"publication {version}")
-            if not isinstance(policy, Policy):
-                VLLM.runs(policy)
-            table = table_of(policy, engine, draft)
+            table = table_of(policy, engine, self._draft)
         except PolicyError as error:
             self._tell(f"publication {version} is refused: {error}")
-            self._acknowledge(boot, version, "refused", one_line(str(error), REASON_LIMIT))
+            self._acknowledge(version, "refused", str(error))
             return
         self._write({"version": version, **table})
         self._tell(f"publication {version} ({policy.label()}) is in policy.json")
@@ -148,9 +135,10 @@ class PolicyWriter:
         texts = {} if self.texts is None else {"texts": self.texts}
         write_policy(self.folder, {**document, **texts})
 
-    def _acknowledge(self, boot: str, version: int, status: AckStatus, reason: str) -> None:
+    def _acknowledge(self, version: int, status: AckStatus, reason: str) -> None:
         """Stores what a server did with a publication, once; other versions need no answer."""
-        answer = version, f"vllm:{socket.gethostname()}:{boot[:8]}", status, reason
+        node = f"vllm:{socket.gethostname()}:{self._boot[:8]}"
+        answer = version, node, status, one_line(reason, REASON_LIMIT)
         if answer in self._acknowledged:
             return
         stored = self.store.acknowledgements(version)

@@ -24,8 +24,8 @@ import numpy as np
 
 from spectune.engines.abilities import engine_named
 from spectune.engines.vllm.execute import RunningServer
-from spectune.engines.vllm.folder import SENT, Proposals, Tail, parse_line, read_status
-from spectune.runtime.checkpoints import identity
+from spectune.engines.vllm.folder import SENT, Proposals, Tail, parse_line
+from spectune.engines.vllm.follow_policy import is_same
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError, TraceError
@@ -33,8 +33,8 @@ from spectune.traces.schema import OFF_TEXT, Trie
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama, Recording, Trajectory
 
-TOGETHER: Final = 256
-"""Positions, of whole texts, that are asked about before their panoramas are stored."""
+TOGETHER: Final = 8
+"""Texts that are asked about before their panoramas are stored."""
 NOTED_S: Final = 10.0
 """Seconds after which what the agent has not noted is asked again."""
 ATTEMPTS: Final = 3
@@ -56,25 +56,6 @@ class Retraced:
     requests: int
     seconds: float
     busy_s: float
-
-
-def draft_name(server: RunningServer, spec: PairSpec) -> str:
-    """The name of a server's draft in a pair: that of its checkpoint, where the pair has it. Raises
-    PairError for a server of another target."""
-    if not is_same(spec.target, server.spec.target):
-        raise PairError(
-            f"the recording is of {spec.target}, but this server serves {server.spec.target}"
-        )
-    loaded = server.spec.drafts.get(server.draft)
-    for name, path in spec.drafts.items():
-        if loaded is not None and is_same(path, loaded):
-            return name
-    return server.draft
-
-
-def is_same(path: str, other: str) -> bool:
-    """Whether two checkpoints are the same. Raises PairError where one cannot be read."""
-    return path == other or identity(path) == identity(other)
 
 
 class Retracer:
@@ -117,14 +98,14 @@ class Retracer:
         self.gamma_max = server.wanted.most
         self.accepts_none = bool(about.get("accepts_none"))
         document = store.get_pair(recording.pair_id).document
-        self.draft = draft_name(server, PairSpec.from_json(document, where=recording.pair_id))
-        status = read_status(server.folder)
-        self._tail = Tail(server.folder, status.boot if status else "")
+        self.draft = _draft_name(server, PairSpec.from_json(document, where=recording.pair_id))
+        self._tail = Tail(server.folder, server.status().boot)
         self._more = {"priority": LAST} if about.get("by_priority") else {}
         self._token = f"{SENT}{secrets.token_hex(4)}"
+        self._texts: Mapping[int, Trajectory] = {}
+        """Those that are asked about."""
         self._chains: dict[int, dict[int, Sequence[int]]] = {}
-        """By the texts that are asked about, the proposals by start."""
-        self._texts: dict[int, Trajectory] = {}
+        """By text, the proposals by start."""
         self._total = self._requests = self._positions = 0
         self._began, self._busy_s = time.monotonic(), 0.0
 
@@ -139,33 +120,28 @@ class Retracer:
                 f"recording {self.recording.id} on a server with standard acceptance"
             )
         self._total = sum(len(text.output_ids) - 1 for text in texts.values())
-        self._began, num_questions = time.monotonic(), 0
-        for number, (ordinal, text) in enumerate(texts.items(), start=1):
-            self._texts[ordinal], self._chains[ordinal] = text, {}
-            num_questions += 1 if self.accepts_none else len(text.output_ids)
-            if num_questions >= TOGETHER or number == len(texts):
-                self._record()
-                num_questions = 0
+        self._began, ordinals = time.monotonic(), list(texts)
+        for n in range(0, len(ordinals), TOGETHER):
+            self._record({ordinal: texts[ordinal] for ordinal in ordinals[n : n + TOGETHER]})
         counts = len(texts), self._positions, self._requests
         seconds = time.monotonic() - self._began
         return Retraced(self.draft, self.gamma_max, *counts, seconds, self._busy_s)
 
-    def _record(self) -> None:
+    def _record(self, texts: Mapping[int, Trajectory]) -> None:
         """Asks about texts and stores their panoramas. Raises EngineError where the agent notes
         nothing."""
+        self._texts, self._chains = texts, {ordinal: {} for ordinal in texts}
         for _ in range(ATTEMPTS):
             if questions := [*self._questions()]:
                 self._ask(questions)
         if any(self._questions()):
-            status = read_status(self.server.folder)
-            fault = (status and status.fault) or "it is off, or the server started again"
+            fault = self.server.agent_fault()
             raise EngineError(f"{self.server.folder}: the agent notes no proposals: {fault}")
         panoramas = [
             (ordinal, panorama_of(text, self._chains[ordinal], self.draft, self.gamma_max))
             for ordinal, text in self._texts.items()
         ]
         self.store.put_panoramas(self.recording.id, panoramas)
-        self._texts, self._chains = {}, {}
 
     def _questions(self) -> Iterator[tuple[int, int]]:
         """Texts and starts of which no proposals are known; the first start of a text where a
@@ -244,6 +220,16 @@ class Retracer:
         self._progress(f"positions of {self.draft}", self._positions, self._total)
 
 
+def _draft_name(server: RunningServer, spec: PairSpec) -> str:
+    """The name of a server's draft in a pair: that of its checkpoint, where the pair has it. Raises
+    PairError for a server of another target."""
+    target, path = server.spec.target, server.spec.drafts.get(server.draft)
+    if not is_same(spec.target, target):
+        raise PairError(f"the recording is of {spec.target}, but this server serves {target}")
+    names = (name for name in spec.drafts if path and is_same(spec.drafts[name], path))
+    return next(names, server.draft)
+
+
 def panorama_of(
     text: Trajectory, chains: Mapping[int, Sequence[int]], draft: str, gamma_max: int
 ) -> Panorama:
@@ -251,32 +237,29 @@ def panorama_of(
     of its own: a chain of an engine may depend on where it begins. Starts without one propose
     nothing; distributions are not known, and their codes 0."""
     output = text.output_ids.tolist()
-    roots = len(output) + 1
-    count, tokens, text_slot = [0] * roots, [0] * roots, [OFF_TEXT] * roots
-    parent: list[int] = []
+    nodes = [(0, 0, OFF_TEXT)] * (len(output) + 1)  # number of proposals, token, slot of the text
+    parents: list[int] = []
     for start, chain in sorted(chains.items()):
         node, on_text = start, True
-        for place, token in enumerate(chain[:gamma_max]):
-            if place:
-                parent.append(node)
-                node = len(count)
-                for column, value in ((count, 0), (tokens, 0), (text_slot, OFF_TEXT)):
-                    column.append(value)
-            following = output[start + place] if start + place < len(output) else None
-            on_text = on_text and token == following
-            count[node], tokens[node] = 1, token
-            text_slot[node] = 0 if on_text else OFF_TEXT
-    unknown = np.zeros(len(count), np.uint16)
+        for place, token in enumerate(chain[:gamma_max], start):
+            if place > start:
+                parents.append(node)
+                node = len(nodes)
+                nodes.append(nodes[-1])
+            on_text = on_text and output[place : place + 1] == [token]
+            nodes[node] = 1, token, 0 if on_text else OFF_TEXT
+    count, tokens, text_slot = np.array(nodes, np.int32).T
+    unknown = np.zeros(len(nodes), np.uint16)
     trie = Trie(
-        parent=np.array(parent, np.int32),
-        slot=np.zeros(len(parent), np.uint8),
-        tokens=np.array(tokens, np.int32)[:, None],
+        parent=np.array(parents, np.int32),
+        slot=np.zeros(len(parents), np.uint8),
+        tokens=tokens[:, None],
         logp=unknown[:, None],
         gap=unknown[:, None],
-        count=np.array(count, np.uint8),
+        count=count.astype(np.uint8),
         entropy=unknown,
         top_entropy=unknown,
-        text_slot=np.array(text_slot, np.uint8),
+        text_slot=text_slot.astype(np.uint8),
         accept=unknown[:0],
     )
     return Panorama(draft=draft, gamma_max=gamma_max, width=1, depth=1, shared=False, trie=trie)

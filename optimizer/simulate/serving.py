@@ -313,7 +313,7 @@ def serve(
     """Serves the requests of an engine's trace under a load: in order, from the first again where
     there are fewer than arrivals, or than the ``count`` that clients send (by default each once).
     ``gammas``: by the mean context of the running requests from which on they hold, the least
-    first, 0, tokens to draft at each batch size (:meth:`engines.abilities.Engine.gammas`).
+    first, 0, tokens to draft at each batch size (:meth:`engines.abilities.Engine.tables`).
 
     Raises TraceError where the cache would be full, which makes an engine put requests back.
     """

@@ -144,7 +144,7 @@ def test_a_text_and_its_drafts_predict_every_round_of_every_policy(
     drafts: dict[str, list[Ahead]] = {}
     for window in WINDOWS if draft != "medium" else [*WINDOWS[:2], WINDOWS[6]]:
         chosen = policy(draft, window)
-        gammas = VLLM.gammas(chosen, draft=draft, most=MOST, max_num_seqs=SEATS)
+        gammas = VLLM.tables(chosen, draft=draft, most=MOST, max_num_seqs=SEATS)[0]
         for load in (Load(1), Load(8)):
             answers = execute(server, prompts, chosen, load)
             # No text depends on the policy, on who else is served, or on the server's draft.
@@ -164,7 +164,7 @@ def test_above_temperature_0_a_token_is_kept_iff_it_is_the_drafts_likeliest(
     server: OwnServer, pair: LoadedPair, prompts: list[Prompt]
 ) -> None:
     chosen = policy(server.draft, 4)
-    gammas = VLLM.gammas(chosen, draft=server.draft, most=MOST, max_num_seqs=SEATS)
+    gammas = VLLM.tables(chosen, draft=server.draft, most=MOST, max_num_seqs=SEATS)[0]
     answers = execute(server, prompts, chosen, Load(8), Sampling(0.8, 0, 0.9))
     assert {a.trajectory.verifier for a in answers} == {"greedy"}
     rounds = sum(check_rounds(a, ahead(pair, a.trajectory, server.draft), gammas) for a in answers)
