@@ -93,15 +93,13 @@ class Refused(_Noted):
 
 class Status(_Noted):
     """``status.json``: which boot of the server writes, what is in force there, what its agent
-    refused, and the requests that it noted and dropped."""
+    refused, why it failed, and how many requests it dropped."""
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
-    at: float = 0.0
     engine: Engine
     in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
     refused: Refused | None = None
     fault: str | None = None
-    noted: int = 0
     dropped: int = 0
 
 

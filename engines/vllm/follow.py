@@ -119,7 +119,7 @@ class Follower:
 
         def look() -> None:
             while not stop.wait(LOOK_S):
-                self._guarded("policy", self._look)
+                self._guarded("policy", self.policy.look)
 
         thread = threading.Thread(target=look, name="publications", daemon=True)
         thread.start()
@@ -134,7 +134,6 @@ class Follower:
     def bring_in(self, stop: threading.Event | None = None) -> None:
         """Brings in every line that is whole, and removes files that are in. Raises SpectuneError,
         OSError and DatabaseError; the next call goes on there."""
-        self._reconnect()
         status = self.policy.status
         current = status.boot if status is not None else None
         failure: SpectuneError | None = None
@@ -165,19 +164,12 @@ class Follower:
             pairs.add(self.policy.pair_id)
             self.totals.forgotten += self.store.forget(pairs, before=before, most_bytes=most_bytes)
 
-    def _look(self) -> None:
-        self._reconnect()
-        self.policy.look()
-
-    def _reconnect(self) -> None:
-        """Has SQLite open the file anew: a connection would go on writing to one that is gone."""
-        if self.store.database.dialect == "sqlite":
-            self.store.database.close()
-
     def _guarded(self, task: str, act: Callable[[], None]) -> None:
         """Does something; what goes wrong is said once, and it is tried again at the next turn."""
         before = self._troubles.get(task, "")
         try:
+            if self.store.database.dialect == "sqlite":
+                self.store.database.close()  # else it goes on writing to a file that is gone
             act()
         except Exception as error:  # whatever a folder or a database raises: following goes on
             is_plain = isinstance(error, (DatabaseError, SpectuneError))
@@ -234,37 +226,37 @@ class Follower:
         for text, end in lines:
             try:
                 line = parse_line(text) if text.strip() else None
-                if isinstance(line, Line) and not line.is_sent:
-                    request = self._request(boot, server, line, recordings)
-                    if request is None:
-                        steps = line.steps(server.draft, self._policy_id)
-                        figures = added(figures, figures_of(line, steps))
-                    else:
-                        requests.append(request)
+                if not isinstance(line, Line) or line.is_sent:
+                    continue
+                steps = line.steps(server.draft, self._policy_id)
+                if request := self._request(boot, line, steps, recordings):
+                    requests.append(request)
+                else:
+                    figures = added(figures, figures_of(line, steps))
             except TraceError as error:
                 skipped += 1
                 self._name_line(boot, Place(start.file, at), str(error))
-            at = end
+            finally:
+                at = end
         return Arrivals(requests, recordings, figures, skipped)
 
     def _request(
-        self, boot: str, server: Boot, line: Line, recordings: dict[str, Asked]
+        self, boot: str, line: Line, steps: Sequence[Step], recordings: dict[str, Asked]
     ) -> Arrived | None:
         """A request, its recording added to ``recordings``; None where its text is not noted, or
         not to be stored."""
-        text = line.trajectory(server.engine) if line.is_within(self._share) else None
-        if text is None or not line.rounds:
+        row, engine, _ = self._boots[boot]
+        text = line.trajectory(engine) if line.is_within(self._share) else None
+        if text is None or not steps:
             return None
-        options = {**server.row.engine, "boot": boot}
-        sampled = (text.sampling, server.engine.max_len, text.verifier)
-        recording = Asked(server.row.pair_id, None, *sampled, options, "serve")
+        sampled, options = (text.sampling, engine.max_len, text.verifier), engine.about
+        recording = Asked(row.pair_id, None, *sampled, {**options, "boot": boot}, "serve")
         digest = digest_of(recording)
-        digests = server.row.recordings.keys() | recordings.keys()
+        digests = row.recordings.keys() | recordings.keys()
         if digest not in digests and len(digests) >= RECORDINGS_LIMIT:
             return None
         recordings[digest] = recording
-        steps, ended_at = line.steps(server.draft, self._policy_id), line.ended
-        return Arrived(digest, text, steps, datetime.fromtimestamp(ended_at, UTC))
+        return Arrived(digest, text, steps, datetime.fromtimestamp(line.ended, UTC))
 
     def _name_line(self, boot: str, place: Place, problem: str) -> None:
         self._named_lines += 1
