@@ -3,14 +3,12 @@ fail and no text may differ from autoregression on the same server."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import HTTPException
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -53,21 +51,11 @@ class Clients:
         self._server, self._prompts = server, prompts
 
     def send(self, number: int) -> None:
-        body = {
-            "model": self._server.model,
-            "prompt": list(self._prompts[number].ids),
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
+        request = {"prompt": list(self._prompts[number].ids), "max_tokens": TOKENS}
         try:
-            code, text = self._server.address.call("POST", "/v1/completions", json.dumps(body))
-            if code == 200:
-                self.texts.append((number, json.loads(text)["choices"][0]["token_ids"]))
-            else:
-                self.failures.append(f"{code}: {text[:200]}")
-        except (OSError, HTTPException, ValueError, LookupError) as error:
-            self.failures.append(repr(error))
+            self.texts.append((number, self._server.complete(**request, temperature=0)))
+        except EngineError as error:
+            self.failures.append(str(error))
 
     def send_once(self) -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:

@@ -177,7 +177,7 @@ class Drafter:
     ) -> dict[str, Any]:
         """Executed rounds that a recording predicts; ``texts``: requests whose text is another."""
         trace = open_trace(self.store, recording, drafts=[self.draft]).trace
-        gammas = VLLM.gammas(policy, draft=self.draft, most=MOST, max_num_seqs=SEATS)
+        gammas = VLLM.tables(policy, draft=self.draft, most=MOST, max_num_seqs=SEATS)[0]
         rounds = differ = 0
         texts = []
         for n, (answer, text) in enumerate(zip(answers, trace.trajectories, strict=True)):

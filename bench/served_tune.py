@@ -20,7 +20,7 @@ QUICK = ("--limit", 32, "--max-new-tokens", 12, "--budget", "10s")
 
 def measure(quick: bool) -> dict[str, Any]:
     with temporary_folder() as folder, serving() as server:
-        where = ("--url", server.address.url, "--folder", server.folder, "--pair", "demo")
+        where = ("--url", server.url, "--folder", server.folder, "--pair", "demo")
         size = (*(QUICK if quick else SIZE), "--arrivals", "clients:1,4,8")
         words = command("--db", folder / "x.db", "tune", *where, *size, "--json")
         began, result, lines = time.monotonic(), folder / "result.json", list[tuple[float, str]]()
