@@ -55,6 +55,7 @@ class OpenVino(Running):
         paths = [spec.target, *(path for name, path in spec.drafts.items() if name == wanted.draft)]
         self._models = [str(model_folder(path, self.version)) for path in paths]
         self._eos = set(end_tokens(spec.target))
+        self.runs_on = {"device": "cpu", "dtype": "float32"}
         seats, longest = wanted.max_num_seqs, wanted.max_len
         self.serving = {"max_num_seqs": seats, "max_len": longest, "drafts_after": False}
         self.serving["max_batched_tokens"] = max(2048, longest)  # a prompt is read in one step
@@ -83,7 +84,7 @@ class OpenVino(Running):
     def _answers(self, asked: Execution) -> Generator[Answered, None, None]:
         waiting, running, load = deque(asked.prompts), dict[int, _Request](), asked.load
         try:
-            pipeline, sent = self._pipeline(drafts=asked.gamma > 0), 0
+            pipeline, sent = self._pipeline(drafts=asked.policy.gamma_max > 0), 0
             began = time.perf_counter()
             while waiting or running:
                 now = time.perf_counter() - began
@@ -108,7 +109,8 @@ class OpenVino(Running):
                 self.close()
 
     def _config(self, asked: Execution, prompt: Prompt) -> genai.GenerationConfig:
-        options: dict[str, Any] = {"num_assistant_tokens": asked.gamma} if asked.gamma else {}
+        gamma = asked.policy.gamma_max
+        options: dict[str, Any] = {"num_assistant_tokens": gamma} if gamma else {}
         options |= {"stop_token_ids": self._eos, "max_new_tokens": asked.most_tokens(prompt)}
         options["eos_token_id"] = min(self._eos, default=-1)  # -1: the tokenizer's
         return genai.GenerationConfig(do_sample=False, apply_chat_template=False, **options)
@@ -127,7 +129,8 @@ class OpenVino(Running):
             (output,) = r.handle.read().values()
             before, emitted = len(r.tokens), len(output.generated_ids)
             # The prompt's pass drafts nothing, and no round drafts what could not be kept.
-            drafted = min(asked.gamma, asked.most_tokens(r.prompt) - before - 1) if before else 0
+            most = min(asked.policy.gamma_max, asked.most_tokens(r.prompt) - before - 1)
+            drafted = most if before else 0
             counts = before, drafted, min(drafted, emitted - 1), emitted
             r.tokens.extend(output.generated_ids)
             r.steps.append(chain_round(*counts, **about, arrived_s=r.arrived_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, ClassVar
@@ -90,12 +90,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Execution:
-    """Requests that an engine was found able to serve, under a policy that drafts ``gamma`` tokens
-    for a lone one."""
+    """Requests that an engine was found able to serve."""
 
     prompts: Sequence[Prompt]
     policy: Policy
-    gamma: int
     load: Load
     sampling: Sampling
     max_new_tokens: int
@@ -131,19 +129,16 @@ class Running(ABC):
     """A pair in an engine.
 
     ``version`` is the engine's; ``serving`` says how it fills its steps, by the names of
-    :class:`engines.rules.ServingRules`. Raises, as it is made, EngineError where the engine is not
+    :class:`engines.rules.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as recordings
+    have them. Raises, as it is made, EngineError where the engine is not
     installed or cannot load a checkpoint, PairError for a draft that the pair has not.
     """
 
     engine: ClassVar[Engine]
     version: str
     wanted: Wanted
-    serving: Mapping[str, Any]
-
-    @property
-    def runs_on(self) -> Mapping[str, str]:
-        """Its ``device`` and ``dtype``, as recordings have them."""
-        return {"device": "cpu", "dtype": "float32"}
+    serving: dict[str, Any]
+    runs_on: dict[str, Any]
 
     def execute(
         self,
@@ -158,8 +153,8 @@ class Running(ABC):
         that it cannot run, WorkloadError for a request that is empty or longer than it was started
         for, and EngineError where the engine fails."""
         server, longest = self.wanted, self.wanted.max_len
-        tables = self.engine.tables(policy, draft=server.draft, most=server.most, max_num_seqs=1)
-        asked = Execution(prompts, policy, tables[0][1], load, sampling, max_new_tokens)
+        self.engine.tables(policy, draft=server.draft, most=server.most, max_num_seqs=1)
+        asked = Execution(prompts, policy, load, sampling, max_new_tokens)
         for prompt in prompts:
             if not prompt.ids:
                 raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")

@@ -107,7 +107,7 @@ def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
         **running.runs_on,
         "engine": running.engine.name,
         "engine_version": running.version,
-        "serving": dict(running.serving),
+        "serving": running.serving,
     }
 
 

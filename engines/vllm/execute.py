@@ -71,6 +71,7 @@ class RunningServer(Swapping):
         self._client = client_of(self.url)
         self.model = self._served_model()
         self.version, self.serving = status.engine.engine_version, status.engine.serving
+        self.runs_on = status.engine.about
         self.spec, self.draft = served_pair(status.engine, pair)
         most, seats = status.engine.num_speculative_tokens or 0, status.engine.max_num_seqs
         self.wanted = Wanted(self.draft, most, seats, status.engine.max_len)
@@ -82,15 +83,9 @@ class RunningServer(Swapping):
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
         # The first request that counts is not the first of all, and the folder is this server's if
         # it is noted.
-        warm = Execution([Prompt("warm", "", (0, 0))], Policy(), 0, Load(), Sampling(), 2)
+        warm = Execution([Prompt("warm", "", (0, 0))], Policy(), Load(), Sampling(), 2)
         for _ in self._answers(warm):
             pass
-
-    @property
-    def runs_on(self) -> Mapping[str, Any]:
-        """All that the agent says of the server but how it fills its steps."""
-        named = ("engine", "engine_version", "serving")
-        return {key: value for key, value in self._described.about.items() if key not in named}
 
     @property
     def policy(self) -> Policy:
