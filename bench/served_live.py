@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +18,18 @@ import numpy as np
 from lab import ROOT, interval_of, requests
 
 from spectune.engines.protocol import Prompt, Wanted
+from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import prompts_of
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.text_codec import load_codec
+from spectune.traces.errors import EngineError
 from spectune.traces.store import TraceStore
 
 DRAFT, MOST, SEATS, MAX_LEN = "small", 8, 16, 512
+GIVE_UP_S, LOOK_S = 60.0, 0.005
 PAIR = read_pair("demo")
 
 
@@ -65,6 +69,15 @@ def publish(store: TraceStore, policy: Policy) -> int:
     """Publishes a policy for vLLM servers of the pair on CPUs; the version."""
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     return store.publish(PAIR.id, "cpu", policy.id, deployment="vllm", actor="bench").version
+
+
+def await_version(server: OwnServer, version: int) -> None:
+    """Returns when the server's agent says that a publication is in force."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while (status := read_status(server.folder)) is None or status.in_force.version != version:
+        if time.monotonic() > deadline:
+            raise EngineError(f"publication {version} is not in force after {GIVE_UP_S:.0f} s")
+        time.sleep(LOOK_S)
 
 
 def ratio(figures: Sequence[float], baseline: Sequence[float]) -> list[float]:

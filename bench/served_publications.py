@@ -18,6 +18,7 @@ from lab import stored
 from served_live import (
     MOST,
     PAIR,
+    await_version,
     command,
     demo_prompts,
     publish,
@@ -27,13 +28,11 @@ from served_live import (
 )
 
 from spectune.engines.protocol import Prompt
-from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.policies.document import AUTOREGRESSIVE
-from spectune.traces.errors import EngineError
 
 PUBLICATIONS, CLIENTS, PROMPTS, TOKENS = 200, 8, 48, 48
-LIMIT_S, GIVE_UP_S, LOOK_S = 1.0, 60.0, 0.005
+LIMIT_S = 1.0
 POLICIES = [
     *map(windowed, range(MOST + 1)),
     windowed({"1": 8, "2": 5, "4": 3, "7": 1}),
@@ -96,15 +95,6 @@ def following(database: Path, folder: Path) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait()
-
-
-def await_version(server: OwnServer, version: int) -> None:
-    """Returns when the server's agent says that a publication is in force."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while (status := read_status(server.folder)) is None or status.in_force.version != version:
-        if time.monotonic() > deadline:
-            raise EngineError(f"publication {version} is not in force after {GIVE_UP_S:.0f} s")
-        time.sleep(LOOK_S)
 
 
 def measure(quick: bool) -> dict[str, Any]:

@@ -9,9 +9,7 @@ import time
 from typing import Any
 
 from lab import say
-from served_live import command, serving, temporary_folder
-
-from spectune.engines.vllm.folder import read_status
+from served_live import await_version, command, serving, temporary_folder
 
 LIMIT_S = 600.0
 SIZE = ("--limit", 96, "--max-new-tokens", 64)
@@ -33,21 +31,19 @@ def measure(quick: bool) -> dict[str, Any]:
         seconds = time.monotonic() - began
         if process.wait():
             raise subprocess.CalledProcessError(process.returncode, words)
-        tuned, status = json.loads(result.read_text()), read_status(server.folder)
-    winner, confirmed, published = tuned["winner"], tuned["confirmed"], tuned["published"]
-    version = published["version"] if published else 0
-    in_force = status is not None and status.in_force.version == version
+        tuned = json.loads(result.read_text())
+        published, confirmed = tuned["published"], tuned["confirmed"]
+        await_version(server, published["version"] if published else 0)
     differ = tuned["texts"]["differ"]
     return {
         "summary": f"{seconds:.0f} s: {tuned['reason']}",
-        "holds": seconds <= LIMIT_S and in_force and not differ,
+        "holds": seconds <= LIMIT_S and not differ,
         "seconds": seconds,
         "lines": [[round(moment, 1), line] for moment, line in lines],
-        "winner": winner["label"],
+        "winner": tuned["winner"]["label"],
         "ratio": confirmed["ratio"] if confirmed else None,
         "confirmed": confirmed,
-        "published": version,
-        "in_force": in_force,
+        "published": published and published["version"],
         "texts_differ": differ,
         "loads": tuned["executed"],
     }
