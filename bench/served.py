@@ -16,6 +16,8 @@ from typing import Any
 from lab import run_parts
 
 PARTS: dict[str, str] = {
+    "faults": "served_faults",
+    "outages": "served_outages",
     "rounds": "served_rounds",
     "retrace_cost": "served_retrace_cost",
     "publications": "served_publications",

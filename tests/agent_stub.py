@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import sys
+import time
+from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -132,12 +134,23 @@ def config_of(**changed: Any) -> Any:
     })  # fmt: skip
 
 
-def module_of(code: Any, **names: Any) -> Any:
+def vllm_modules() -> dict[str, ModuleType]:
+    """Modules of the names that the agent imports."""
+    path = "vllm.v1.core.sched.async_scheduler"
+    ends = [*(i for i, letter in enumerate(path) if letter == "."), len(path)]
+    modules: dict[str, Any] = {path[:end]: ModuleType(path[:end]) for end in ends}
+    modules[path].AsyncScheduler, modules["vllm"].__version__ = Core, "0.32.0"
+    return modules
+
+
+def module_of(code: Any, *, quick: bool = True, **names: Any) -> Any:
+    """The agent's module; ``quick``: its thread looks, and tries again, far more often."""
     module: Any = ModuleType("agent")
     sys.modules["agent"] = module
     module.__dict__.update(names)
     exec(code, module.__dict__)
-    module.POLL_S, module.RETRY_S, module.STATUS_S = 0.002, 0.02, 0.01
+    if quick:
+        module.POLL_S, module.RETRY_S, module.STATUS_S = 0.002, 0.02, 0.01
     return module
 
 
@@ -221,3 +234,29 @@ class Faults:
         self.reached.add(number)
         if number == self.target:
             raise Fault(number)
+
+
+def serve_until(stop: Any, totals: Any, folder: str, requests_s: float) -> None:
+    """Serves requests until an event, in a process of its own, with the agent as it ships; then
+    puts how many it served, noted and dropped into a queue."""
+    os.environ["SPECTUNE_FOLDER"] = folder
+    sys.modules |= vllm_modules()
+    module = module_of(compile(SOURCE.read_text(), "agent.py", "exec"), quick=False)
+    scheduler = module.Scheduler(config_of())
+    scheduler.steps = deque(maxlen=1)
+    agent = scheduler._spectune
+    eventually(lambda: agent.active)
+    began, sent = time.monotonic(), 0
+    while scheduler.requests or not stop.is_set():
+        due = 0 if stop.is_set() else requests_s * (time.monotonic() - began) - sent
+        for _ in range(min(int(due), SEATS - len(scheduler.requests))):
+            scheduler.add(f"r{sent}")
+            sent += 1
+        if scheduler.requests:
+            output = scheduler.schedule()
+            scheduler.update_from_output(output, sampled(scheduler, output))
+        else:
+            time.sleep(0.002)
+    eventually(lambda: not agent.waiting)
+    scheduler.shutdown()
+    totals.put({"served": sent, "noted": agent.noted, "dropped": agent.dropped})

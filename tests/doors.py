@@ -91,12 +91,16 @@ class Started:
         for pipe in (out, err, out_end, err_end):
             pipe.close()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

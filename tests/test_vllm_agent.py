@@ -30,6 +30,7 @@ from agent_stub import (
     sampled,
     serve,
     status,
+    vllm_modules,
     wait_for,
 )  # fmt: skip
 from waiting import eventually
@@ -46,13 +47,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Modules of the names that the agent imports."""
-    path = "vllm.v1.core.sched.async_scheduler"
-    for end in [i for i, c in enumerate(path) if c == "."] + [len(path)]:
-        monkeypatch.setitem(sys.modules, path[:end], ModuleType(path[:end]))
-    sys.modules[path].AsyncScheduler = Core  # type: ignore[attr-defined]
-    sys.modules["vllm"].__version__ = "0.32.0"  # type: ignore[attr-defined]
-    return sys.modules["vllm"]
+    modules = vllm_modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules["vllm"]
 
 
 @pytest.fixture

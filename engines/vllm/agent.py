@@ -212,7 +212,7 @@ class Agent:
             try:
                 part()
             except Exception as error:
-                self.fault = f"{part.__name__}: {error!r}"[:500]
+                self.fault = f"{self.folder}: {part.__name__}: {error!r}"[:500]
         self.tell(self.refusal or self.fault)
         if self.refused is not None and not self.refusal:
             self.tell(self.refused["reason"])

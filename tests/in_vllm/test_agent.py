@@ -5,26 +5,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import pytest
-import torch
 import vllm
+from agent_stub import lines, publish, status
 from databases import opened, put_in_force
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
-from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm_engine import MOST, PROMPTS, Replaceable, Steps, engine, engine_ahead
+from vllm_faults import break_folder, compare_steps, raise_faults, texts_of_vllm
 from waiting import eventually
 
-from spectune.demo.prompts import demo_workload
 from spectune.engines.vllm import agent
 from spectune.engines.vllm.follow import Follower
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
@@ -33,160 +29,55 @@ from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 
-SEATS, MOST, TOKENS = 8, 6, 40
-PROMPTS = [line["turns"][0] for line in demo_workload()][::3]
-SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 
-
-class Steps:
-    """vLLM's engine in this process, a step at a time, and every output of its scheduler."""
-
-    def __init__(self, scheduler: str | None, ngram: bool, backend: str | None) -> None:
-        spec = read_pair("demo")
-        drafting = {"method": "draft_model", "model": dict(spec.drafts)["small"]}
-        if ngram:
-            drafting = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        self.llm = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=spec.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
-                enforce_eager=True, max_num_batched_tokens=160, scheduler_cls=scheduler,
-                speculative_config={**drafting, "num_speculative_tokens": MOST},
-                distributed_executor_backend=backend,
-            )
-        )  # fmt: skip
-        self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
-        self.outputs: list[tuple[Any, ...]] = []
-        self.runs = 0
-        self._schedule = self.scheduler.schedule
-        self.scheduler.schedule = self._noted
-
-    def _noted(self, *args: Any) -> Any:
-        output = self._schedule(*args)
-        self.outputs.append((
-            [(name.partition("-")[0], n) for name, n in output.num_scheduled_tokens.items()],
-            [(name.partition("-")[0], list(ids))
-             for name, ids in output.scheduled_spec_decode_tokens.items()],
-            output.num_spec_tokens_to_schedule,
-            sorted(output.scheduled_cached_reqs.num_output_tokens),
-        ))  # fmt: skip
-        return output
-
-    def serve(self, prompts: list[str], **params: Any) -> list[list[int]]:
-        """Decodes the prompts, 8 at a time; their tokens."""
-        texts, sent, ended = [list[int]() for _ in prompts], 0, 0
-        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **params})
-        self.runs += 1
-        while ended < len(prompts):
-            while sent < len(prompts) and sent - ended < SEATS:
-                self.llm.add_request(f"{self.runs}.{sent}", prompts[sent], sampling)
-                sent += 1
-            for out in self.llm.step():
-                number = int(out.request_id.partition("-")[0].partition(".")[2])
-                texts[number] = list(out.outputs[0].token_ids)
-                ended += out.finished
-        return texts
-
-
-@contextmanager
-def engine(
-    folder: Path | None,
-    scheduler: str | None = SCHEDULER,
-    *,
-    ngram: bool = False,
-    backend: str | None = None,
-) -> Iterator[Steps]:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1", "SPECTUNE_FOLDER": str(folder or ""),
-    }  # fmt: skip
-    hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
-    try:
-        steps = Steps(scheduler, ngram, backend)
-    finally:
-        sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
-    try:
+@pytest.fixture(scope="module")
+def steps() -> Iterator[Steps]:
+    """An engine with a draft model, whose scheduler each test replaces."""
+    with engine(None, Replaceable) as steps:
         yield steps
-    finally:
-        steps.llm.engine_core.shutdown()
 
 
-def publish(folder: Path, version: int, gammas: dict[str, int]) -> None:
-    document = {"format": 1, "version": version, "policy": "p", "gammas": gammas}
-    (folder / "new").write_text(json.dumps(document))
-    os.replace(folder / "new", folder / "policy.json")
+def start(steps: Steps, folder: Path) -> Any:
+    """A scheduler with the agent in this folder."""
+    os.environ["SPECTUNE_FOLDER"] = str(folder)
+    return steps.schedule_by(agent.Scheduler)
 
 
-def status(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "status.json").read_text()))
+def test_without_a_policy_every_step_is_vllms_own(steps: Steps, tmp_path: Path) -> None:
+    figures = compare_steps(steps, tmp_path, agent.Scheduler, 300)
+    print(figures)
+    assert figures["steps"] >= 300
+    assert (figures["steps_differ"], figures["texts_differ"]) == (0, 0)
+    eventually(lambda: status(tmp_path)["noted"] == figures["texts"])
+    texts = steps.serve(PROMPTS)  # the agent has ended, vLLM goes on
+    check_lines(lines(tmp_path)[-len(PROMPTS) :], texts)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("rounds-*.jsonl"))
-    return [json.loads(n) for file in files for n in file.read_text().splitlines()[1:]]
+def test_a_server_with_prompt_lookup_stays_as_it_is(tmp_path: Path) -> None:
+    with engine(None, Replaceable, method="ngram") as steps:
+        figures = compare_steps(steps, tmp_path, agent.Scheduler, 300)
+    assert (figures["steps_differ"], figures["texts_differ"]) == (0, 0)
 
 
-def test_without_a_policy_every_step_is_vllms_own(tmp_path: Path) -> None:
-    runs = []
-    for scheduler in (None, SCHEDULER):
-        with engine(tmp_path, scheduler) as steps:
-            while len(steps.outputs) < 2000:
-                texts = steps.serve(PROMPTS)
-            runs.append((steps.outputs, texts))
-            bases = [base.__name__ for base in type(steps.scheduler).__mro__]
-            if scheduler is None:
-                continue
-            assert steps.scheduler.dynamic_sd_lookup is None
-            eventually(lambda: status(tmp_path)["noted"] == steps.runs * len(PROMPTS))
-            check_lines(lines(tmp_path)[-len(PROMPTS) :], texts)
-            print(bases, status(tmp_path))
-    (own, own_texts), (ours, our_texts) = runs
-    print(f"{len(own)} steps of vLLM's own class, {len(ours)} with the agent")
-    assert len(ours) >= 2000
-    assert ours == own
-    assert our_texts == own_texts
+def test_a_fault_before_a_statement_changes_no_text(steps: Steps) -> None:
+    """Before each of a few; ``bench/served_faults.py`` has all."""
+    figures = raise_faults(steps, texts_of_vllm(steps), every=25)
+    print(figures)
+    assert (figures["failed"], figures["texts_differ"]) == (0, 0)
+    assert figures["raised"] >= 9
+    assert len(figures["not_reached"]) < 30
 
 
-def test_a_server_that_does_not_schedule_ahead_stays_as_it_is(tmp_path: Path) -> None:
-    """With prompt lookup vLLM takes its synchronous scheduler, of which ours is no subclass."""
-    runs = []
-    for scheduler in (None, SCHEDULER):
-        with engine(tmp_path, scheduler, ngram=True) as steps:
-            assert not steps.llm.vllm_config.scheduler_config.async_scheduling
-            texts = steps.serve(PROMPTS[:24])
-            runs.append((steps.outputs, texts))
-    assert len(runs[0][0]) > 100
-    assert runs[0] == runs[1]
+def test_a_folder_that_fails_is_one_line_in_the_log(steps: Steps, tmp_path: Path) -> None:
+    for name, figures in break_folder(steps, texts_of_vllm(steps), tmp_path).items():
+        print(name, figures)
+        if "skipped" not in figures:
+            assert (figures["failed"], figures["texts_differ"], figures["dropped"]) == (0, 0, 0)
+            assert len(figures["log"]) == 1
 
 
-class Placeholder:
-    """A stream or an event of a CPU, where nothing runs beside."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
-def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM refuses that on CPUs; its code for GPUs runs here with streams that do nothing."""
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Placeholder)
-    monkeypatch.setattr(torch, "Event", Placeholder)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    check = CpuPlatform.check_and_update_config
-
-    def schedule_ahead(config: Any) -> None:
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(schedule_ahead))
-    with engine(tmp_path, backend="uni") as steps:
-        assert steps.llm.engine_core.engine_core.batch_queue is not None
+def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(tmp_path: Path) -> None:
+    with engine_ahead(tmp_path) as steps:
         steps.serve(PROMPTS[:2], max_tokens=20)
         eventually(lambda: status(tmp_path)["noted"] == 2)
         texts = lines(tmp_path)
@@ -234,39 +125,39 @@ def check_lines(noted: list[dict[str, Any]], texts: list[list[int]]) -> None:
 
 
 def test_a_policy_comes_into_force_and_faults_change_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(tmp_path) as steps:
-        texts = steps.serve(PROMPTS[:16])
-        waits = []
-        for version, gammas in enumerate(({"1": 5, "3": 2}, {"1": 0}, {"1": 3, "8": 6}), 1):
-            publish(tmp_path, version, gammas)
-            began = time.monotonic()
-            eventually(lambda v=version: status(tmp_path)["in_force"]["version"] == v)
-            waits.append(time.monotonic() - began)
-            steps.outputs.clear()
+    start(steps, tmp_path)
+    texts = steps.serve(PROMPTS[:16])
+    waits = []
+    for version, gammas in enumerate(({"1": 5, "3": 2}, {"1": 0}, {"1": 3, "8": 6}), 1):
+        publish(tmp_path, version, gammas)
+        began = time.monotonic()
+        eventually(lambda v=version: status(tmp_path)["in_force"]["version"] == v)
+        waits.append(time.monotonic() - began)
+        steps.outputs.clear()
+        assert steps.serve(PROMPTS[:16]) == texts
+        sizes = {int(size): tokens for size, tokens in gammas.items()}
+        for names, _, drafted, _ in steps.outputs:
+            assert drafted == sizes[max(size for size in sizes if size <= max(1, len(names)))]
+    print("seconds until in force:", [round(wait, 2) for wait in waits])
+    measure(steps, tmp_path)
+    watched = steps.scheduler._spectune
+    for name in ("on_updated", "on_finished", "on_scheduled", "on_output", "on_schedule"):
+
+        def fails(*_: Any) -> None:
+            raise KeyError("a vLLM that changed")
+
+        watched.active, steps.scheduler._spectune = True, watched
+        with monkeypatch.context() as broken:
+            broken.setattr(agent.Agent, name, fails)
             assert steps.serve(PROMPTS[:16]) == texts
-            sizes = {int(size): tokens for size, tokens in gammas.items()}
-            for names, _, drafted, _ in steps.outputs:
-                assert drafted == sizes[max(size for size in sizes if size <= max(1, len(names)))]
-        print("seconds until in force:", [round(wait, 2) for wait in waits])
-        measure(steps, tmp_path)
-        watched = steps.scheduler._spectune
-        for name in ("on_updated", "on_finished", "on_scheduled", "on_output", "on_schedule"):
-
-            def fails(*_: Any) -> None:
-                raise KeyError("a vLLM that changed")
-
-            watched.active, steps.scheduler._spectune = True, watched
-            with monkeypatch.context() as broken:
-                broken.setattr(agent.Agent, name, fails)
-                assert steps.serve(PROMPTS[:16]) == texts
-            if name != "on_finished":
-                assert steps.scheduler._spectune is None
-                assert steps.scheduler.dynamic_sd_lookup is None
+        if name != "on_finished":
+            assert steps.scheduler._spectune is None
+            assert steps.scheduler.dynamic_sd_lookup is None
 
 
-def test_what_follow_brings_in_is_replayed(tmp_path: Path) -> None:
+def test_what_follow_brings_in_is_replayed(steps: Steps, tmp_path: Path) -> None:
     """Published in the database, in force in vLLM, noted by the agent, brought in: every round is
     the one that replay says."""
     spec = read_pair("demo")
@@ -278,18 +169,18 @@ def test_what_follow_brings_in_is_replayed(tmp_path: Path) -> None:
     with opened(tmp_path / "followed.db") as store:
         follower = Follower(store, folder, "vllm", print, pair=spec)
         texts = []
-        with engine(folder) as steps:
-            eventually(lambda: (folder / "status.json").exists())
+        start(steps, folder)
+        eventually(lambda: (folder / "status.json").exists())
+        follower.once()
+        for policy in policies:
+            version = put_in_force(store, spec.id, policy, deployment="vllm")
             follower.once()
-            for policy in policies:
-                version = put_in_force(store, spec.id, policy, deployment="vllm")
-                follower.once()
-                eventually(lambda v=version: status(folder)["in_force"]["version"] == v)
-                texts += steps.serve(PROMPTS[:12])
-                follower.once()
-                assert [a.status for a in store.acknowledgements(version)] == ["applied"]
-            eventually(lambda: status(folder)["noted"] == 24)
+            eventually(lambda v=version: status(folder)["in_force"]["version"] == v)
+            texts += steps.serve(PROMPTS[:12])
             follower.once()
+            assert [a.status for a in store.acknowledgements(version)] == ["applied"]
+        eventually(lambda: status(folder)["noted"] == 24)
+        follower.once()
         recording = store.list_recordings()[0].id
         pair = load_pair(spec, device="cpu", dtype="float32")
         record_panoramas(store, pair, recording, PanoramaSpec(["small"], MOST))
@@ -308,59 +199,59 @@ def test_what_follow_brings_in_is_replayed(tmp_path: Path) -> None:
         assert count > 200
 
 
-def test_the_capture_is_what_this_vllm_does(tmp_path: Path) -> None:
+def test_the_capture_is_what_this_vllm_does(steps: Steps, tmp_path: Path) -> None:
     """Where there is no capture of a version it is written, to be looked at and listed."""
-    with engine(tmp_path) as steps:
-        scheduler, recorded = steps.scheduler, list[dict[str, Any]]()
-        requests: dict[str, Any] = {}
-        schedule, update = scheduler.schedule, scheduler.update_from_output
+    start(steps, tmp_path)
+    scheduler, recorded = steps.scheduler, list[dict[str, Any]]()
+    requests: dict[str, Any] = {}
+    schedule, update = scheduler.schedule, scheduler.update_from_output
 
-        def scheduling(*args: Any) -> Any:
-            output = schedule(*args)
-            requests.update(scheduler.requests)
-            if output.num_scheduled_tokens:
-                recorded.append({
-                    "scheduled": dict(output.num_scheduled_tokens),
-                    "drafts": {n: list(d) for n, d in output.scheduled_spec_decode_tokens.items()},
-                    "next": output.num_spec_tokens_to_schedule,
-                    "invalid": output.num_invalid_spec_tokens,
-                    "new": [new.req_id for new in output.scheduled_new_reqs],
-                    "resumed": sorted(output.scheduled_cached_reqs.resumed_req_ids),
-                })  # fmt: skip
-            return output
+    def scheduling(*args: Any) -> Any:
+        output = schedule(*args)
+        requests.update(scheduler.requests)
+        if output.num_scheduled_tokens:
+            recorded.append({
+                "scheduled": dict(output.num_scheduled_tokens),
+                "drafts": {n: list(d) for n, d in output.scheduled_spec_decode_tokens.items()},
+                "next": output.num_spec_tokens_to_schedule,
+                "invalid": output.num_invalid_spec_tokens,
+                "new": [new.req_id for new in output.scheduled_new_reqs],
+                "resumed": sorted(output.scheduled_cached_reqs.resumed_req_ids),
+            })  # fmt: skip
+        return output
 
-        def updating(output: Any, result: Any) -> Any:
-            step = next((step for step in recorded if "after" not in step), {})
-            step["sampled"] = [list(tokens) for tokens in result.sampled_token_ids]
-            step["index"] = sorted(result.req_id_to_index, key=result.req_id_to_index.get)
-            outputs = update(output, result)
-            step["after"] = {
-                name: [requests[name].num_output_tokens, requests[name].status.name]
-                for name in output.num_scheduled_tokens
+    def updating(output: Any, result: Any) -> Any:
+        step = next((step for step in recorded if "after" not in step), {})
+        step["sampled"] = [list(tokens) for tokens in result.sampled_token_ids]
+        step["index"] = sorted(result.req_id_to_index, key=result.req_id_to_index.get)
+        outputs = update(output, result)
+        step["after"] = {
+            name: [requests[name].num_output_tokens, requests[name].status.name]
+            for name in output.num_scheduled_tokens
+        }
+        return outputs
+
+    scheduler.schedule, scheduler.update_from_output = scheduling, updating
+    steps.serve(PROMPTS[:6], max_tokens=24)
+    eventually(lambda: len(lines(tmp_path)) == 6)
+    capture = {
+        "version": vllm.__version__, "num_spec_tokens": MOST, "steps": recorded,
+        "requests": {
+            name: {
+                "prompt_token_ids": list(request.prompt_token_ids),
+                "output_token_ids": list(request.output_token_ids),
+                "max_tokens": request.max_tokens,
             }
-            return outputs
-
-        scheduler.schedule, scheduler.update_from_output = scheduling, updating
-        steps.serve(PROMPTS[:6], max_tokens=24)
-        eventually(lambda: len(lines(tmp_path)) == 6)
-        capture = {
-            "version": vllm.__version__, "num_spec_tokens": MOST, "steps": recorded,
-            "requests": {
-                name: {
-                    "prompt_token_ids": list(request.prompt_token_ids),
-                    "output_token_ids": list(request.output_token_ids),
-                    "max_tokens": request.max_tokens,
-                }
-                for name, request in requests.items()
-            },
-            "lines": [
-                {**n, "arrived": 0, "ended": 0, "rounds": [[*r[:5], r[6]] for r in n["rounds"]]}
-                for n in lines(tmp_path)
-            ],
-        }  # fmt: skip
-        text = json.dumps(capture, separators=(",", ":"))
-        for name in requests:  # vLLM adds letters to a request's name
-            text = text.replace(name, name.partition("-")[0])
+            for name, request in requests.items()
+        },
+        "lines": [
+            {**n, "arrived": 0, "ended": 0, "rounds": [[*r[:5], r[6]] for r in n["rounds"]]}
+            for n in lines(tmp_path)
+        ],
+    }  # fmt: skip
+    text = json.dumps(capture, separators=(",", ":"))
+    for name in requests:  # vLLM adds letters to a request's name
+        text = text.replace(name, name.partition("-")[0])
     path = Path(__file__).parents[1] / f"vllm_{'_'.join(vllm.__version__.split('.')[:2])}.json"
     if not path.exists():
         path.write_text(text + "\n")
