@@ -782,6 +782,9 @@ class Fitting(Group):
     epochs: int | None = setting(None, "Passes over the examples.", ge=1, le=1000)
     clusters: Count | None = setting(None, "Token clusters; by default by the size of the head.")
     labels: Count | None = setting(None, "Router: most probable tokens that are positive.")
+    contexts: Count | None = setting(
+        None, "Router: contexts of a corpus; by default a million."
+    )
     seed: Seed = setting(0, "Seed of the fit.")
 
 
@@ -802,7 +805,9 @@ class Fit(InPlace, OnDevice, OnPair):
     draft: str | None = setting(None, "Draft that is fitted to, by name.")
     policy: PolicyNames = setting((), "Chooser: one of the policies to choose from; repeatable.")
     profile: str | None = setting(None, "Chooser: profile whose costs count; default: the latest.")
-    corpus: Texts = setting((), "Frequencies: count these text files instead; repeatable.")
+    corpus: Texts = setting(
+        (), "Of shortlists: text, JSON lines or folders to fit to instead; repeatable."
+    )
     fit: Fitting = group(Fitting())
 
 

@@ -31,7 +31,7 @@ TREES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
 """Fits of recorded trees, and what of `fit` they take."""
 HEADS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "frequencies": (fit_fr_spec, ()),
-    "router": (fit_router, ("clusters", "hidden", "labels", "epochs", "seed")),
+    "router": (fit_router, ("clusters", "contexts", "hidden", "labels", "epochs", "seed")),
 }
 """Fits that read the pair's models, and what of `fit` they take."""
 
@@ -76,8 +76,7 @@ def _head(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> Sto
     recording = "" if s.corpus else _recording(store, s, talk)
     pair = load(s, pair_of(s, store, recording or None), talk, notes=False)
     drafts = (s.draft,) if s.kind == "router" and s.draft is not None else ()
-    if s.kind == "frequencies":
-        options["corpus"] = s.corpus
+    options["corpus"] = s.corpus
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
     function = HEADS[s.kind][0]
     stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **options)

@@ -1,17 +1,18 @@
 """DynaSpec (section 4.2): clusters of an output head's tokens, and a router that says which of them
 hold plausible next tokens, from what is known before the draft's pass.
 
-An example is one context of the draft: the embedding of its last token x_t, the draft's last hidden
-state of the token before, and the L tokens of highest probability after x_t by the draft's
-distribution over the whole vocabulary, whose clusters are the labels. Using a router is the
-runtime's: :class:`runtime.shortlists.Router`.
+An example is one context of the draft, on a text or on what the draft itself goes on with from
+there: the embedding of its last token x_t, the draft's last hidden state of the token before, and
+the L tokens of highest probability after x_t by the draft's distribution over the whole vocabulary,
+whose clusters are the labels. Using a router is the runtime's: :class:`runtime.shortlists.Router`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
 from spectune.optimizer.fit import perceptron
+from spectune.optimizer.fit.corpus import corpus_tokens
 from spectune.optimizer.fit.shared import StoredFit, keep, texts_to_fit
 from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair
@@ -31,18 +33,24 @@ from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Trajectory
 
 FloatArray = npt.NDArray[np.float32]
 
 HIDDEN: Final = 128
 EPOCHS: Final = 20
+"""Of a recording, whose texts are few; of a corpus one."""
 BATCH: Final = 256
 LABELS: Final = 8
 """L: most probable tokens of the draft whose clusters are positive. The paper names none of these
 figures."""
+LEVELS: Final = 4
+"""Tokens that the draft goes on with after each token of a text."""
 ROWS: Final = 256
 """Contexts whose distributions are there at a time."""
+WINDOW: Final = 512
+"""Tokens of a corpus that are read as one text."""
+PART_BYTES: Final = 1 << 26
+"""Of the inputs that are there at a time while a router is trained, about."""
 LARGE: Final = 1 << 28
 """vocab * d * M above which MiniBatchKMeans finds the clusters: 4096 * 256 * 64 is 2^26."""
 
@@ -53,18 +61,22 @@ def fit_router(
     pair: LoadedPair,
     draft: str,
     *,
+    corpus: Sequence[str] = (),
+    contexts: int = 1_000_000,
     clusters: int | None = None,
     hidden: int = HIDDEN,
     labels: int = LABELS,
-    epochs: int = EPOCHS,
+    epochs: int | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores clusters of a draft's output head with a router trained on what the draft says over
-    recorded texts.
+    the outputs of a recording, or over a ``corpus`` (:func:`corpus_tokens`), about ``contexts`` of
+    it drawn at random.
 
     ``clusters``: M, by default :func:`default_clusters`; ``labels``: L. Raises PolicyError for a
-    draft without an output head, TraceError for a recording of another pair or without an output.
+    draft without an output head, TraceError for a recording of another pair or without an output,
+    WorkloadError for a corpus that cannot be read.
     """
     if draft not in pair.models:
         raise PolicyError(
@@ -78,23 +90,39 @@ def fit_router(
             f"fit.clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
             "for at most so many"
         )
-    texts = texts_to_fit(store, recording, pair.spec)
+    source: dict[str, Any] = {"corpus": list(corpus), "most_contexts": contexts}
+    if corpus:
+        texts = corpus_texts(pair, draft, corpus, contexts, seed, progress)
+    else:
+        recorded = texts_to_fit(store, recording, pair.spec)
+        source = {"recording": recording, "request_ids": [t.request_id for t in recorded]}
+        whole = ((t.prompt_ids.tolist(), t.output_ids.tolist()) for t in recorded)
+        texts = iter([([*prompt, *out], max(0, len(prompt) - 1)) for prompt, out in whole])
     progress("clusters", 0, 1)
     partition = cluster(output.weight.cpu().float().numpy(), count, seed=seed)
     progress("clusters", 1, 1)
-    inputs, top = contexts(pair, draft, texts, min(labels, output.rows), progress)
-    weights = perceptron.train(
-        inputs, cluster_labels(top, partition), hidden=hidden, epochs=epochs, batch=BATCH, seed=seed
+    number = 0
+
+    def parts() -> Iterator[tuple[FloatArray, npt.NDArray[np.bool_]]]:
+        nonlocal number
+        for inputs, top in examples(pair, draft, texts, min(labels, output.rows)):
+            number += len(top)
+            yield inputs, cluster_labels(top, partition)
+
+    epochs = epochs or (1 if corpus else EPOCHS)
+    weights = perceptron.train_in_parts(
+        parts(), hidden=hidden, epochs=epochs, batch=BATCH, seed=seed
     )
+    if weights is None:
+        raise TraceError("a router is trained on outputs: record at least one request with any")
     routing = Routing(weights, partition, output.hash)
     described, arrays = routing.to_document()
     document = {
-        "recording": recording,
-        "request_ids": [t.request_id for t in texts],
+        **source,
         "pair": pair.id,
         "draft": draft,
         **described,
-        "contexts": len(top),
+        "contexts": number,
         "label_tokens": labels,
         "epochs": epochs,
         "seed": seed,
@@ -134,57 +162,91 @@ def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
         return Clusters(model.fit_predict(unit).astype(np.int64), count)
 
 
-@torch.no_grad()
-def contexts(
+def corpus_texts(
     pair: LoadedPair,
     draft: str,
-    texts: Sequence[Trajectory],
-    labels: int,
+    corpus: Sequence[str],
+    contexts: int,
+    seed: int,
     progress: Progress = silent,
-) -> tuple[FloatArray, npt.NDArray[np.int64]]:
-    """What a draft says after every output token of texts: float32 [n, d_e + d], the embedding of
-    the current token and the state of the one before it, and int64 [n, labels], the most probable
-    rows of its output head. Raises TraceError where texts have no output."""
-    model = pair.models[draft]
-    inputs, top = list[Tensor](), list[Tensor]()
-    for n, text in enumerate(texts):
-        ids = [*text.prompt_ids.tolist(), *text.output_ids.tolist()]
-        first = max(len(text.prompt_ids) - 1, 1 if draft in pair.drafts else 2)
-        if len(ids) > first:
-            states = hidden_states(pair, draft, ids)
-            embedded = model.embedded(torch.tensor(ids, device=pair.device))
-            inputs.append(torch.cat([embedded[first:], states[first - 1 : -1]], 1).float().cpu())
-            for part in torch.split(states[first:], ROWS):
-                logits = torch.nn.functional.linear(part, model.output.weight, model.output.bias)
-                top.append(logits.topk(labels, dim=-1).indices.cpu())
-        progress("contexts", n + 1, len(texts))
-    if not top:
-        raise TraceError("a router is trained on outputs: record at least one request with any")
-    return torch.cat(inputs).numpy(), torch.cat(top).numpy()
+) -> Iterator[tuple[list[int], int]]:
+    """Windows of a corpus in random order, each with its first token that is a context, until they
+    hold so many ``contexts``."""
+    window = min(WINDOW, pair.context([draft]).positions - LEVELS)
+    read = 0
+    for ids, share in corpus_tokens(pair, corpus, seed=seed):
+        for at in range(0, len(ids), window):
+            text = ids[at : at + window]
+            yield text, 0
+            read += len(text) * (1 + LEVELS)
+        progress("contexts", min(read, contexts), min(contexts, round(read / share)))
+        if read >= contexts:
+            return
+
+
+def examples(
+    pair: LoadedPair, draft: str, texts: Iterator[tuple[list[int], int]], labels: int
+) -> Iterator[tuple[FloatArray, npt.NDArray[np.int64]]]:
+    """What a draft says after the tokens of texts from a first one on, and after :data:`LEVELS`
+    tokens of its own from each, some at a time: float32 [n, d_e + d], the embedding of the current
+    token and the state of the one before it, and int64 [n, labels], the most probable rows of its
+    output head."""
+    parts = (part for ids, first in texts for part in _contexts(pair, draft, ids, first, labels))
+    while head := next(parts, None):
+        most = PART_BYTES // (head[0].element_size() * head[0].numel())
+        inputs, top = zip(head, *islice(parts, max(0, most)), strict=True)
+        yield torch.cat(inputs).numpy(), torch.cat(top).numpy()
+
+
+@torch.no_grad()
+def _contexts(
+    pair: LoadedPair, draft: str, ids: list[int], first: int, labels: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """:func:`examples` of one text."""
+    model, size, device = pair.models[draft], len(ids), pair.device
+    first = max(first, 1 if draft in pair.drafts else 2)
+    if size <= first:
+        return
+    text, outs = torch.tensor(ids, device=device), hidden_states(pair, draft, ids)
+    levels = min(LEVELS, pair.context([draft]).positions - size)
+    model.reserve(size + ROWS * levels, keep=True)
+    for at in range(first, size, ROWS):
+        starts = torch.arange(at, min(size, at + ROWS), device=device)
+        n = len(starts)
+        seen = torch.zeros(n, size + n * levels, dtype=torch.bool, device=device)
+        seen[:, model.first_slot : size] = torch.arange(model.first_slot, size) <= starts[:, None]
+        tokens, before, out = text[starts], outs[starts - 1], outs[starts]
+        for level in range(1 + levels):
+            if level:
+                slots = size + n * (level - 1) + torch.arange(n, device=device)
+                seen[torch.arange(n), slots] = True
+                fed = {"hidden": before, "recurrent": True} if model.feature_size else {}
+                view = seen[:, : size + n * level].contiguous()
+                out = model.run(tokens, starts + level, slots, view, logits=0, **fed)[1].clone()
+            output = model.output
+            logits = torch.nn.functional.linear(model.state(out), output.weight, output.bias)
+            best = logits.topk(labels, dim=-1).indices.cpu()
+            x = torch.cat([model.embedded(tokens), model.state(before)], 1)
+            yield x.float().cpu(), best
+            tokens, before = torch.from_numpy(output.ids[best[:, 0]]).to(device), out
 
 
 def hidden_states(pair: LoadedPair, draft: str, ids: Sequence[int]) -> Tensor:
-    """What a draft's output matrix reads after each token of a text, [tokens, d]. A head reads the
-    target's features; its first row is zeros."""
-    tokens = torch.tensor(ids, device=pair.device)
-    if draft in pair.drafts:
-        model = pair.drafts[draft]
-        model.reserve(len(ids))
-        starts = range(0, len(ids), CHUNK)
-        parts = (model.chain(tokens[at : at + CHUNK], at, logits=0)[1] for at in starts)
-        return torch.cat([part.clone() for part in parts])
-    head, target = pair.heads[draft], pair.target
-    head.reserve(len(ids))
-    states = [torch.zeros(1, head.hidden_size, device=head.device, dtype=head.dtype)]
-    if len(ids) > 1:
-        target.reserve(len(ids))
-        target.read(tokens[:-1], 0)
-        features = target.tapped[:, columns(target, head)]
-        for at in range(1, len(ids), CHUNK):
-            part = tokens[at : at + CHUNK]
-            fed = features[at - 1 : at - 1 + len(part)]
-            states.append(head.state(head.chain(part, at, logits=0, hidden=fed)[1]))
-    return torch.cat(states)
+    """A draft's outputs after each token of a text, [tokens, hidden_size], which stays in its
+    cache. A head reads the target's features; its first row is zeros."""
+    tokens, model = torch.tensor(ids, device=pair.device), pair.models[draft]
+    model.reserve(len(ids))
+    first, features = model.first_slot, None
+    if draft in pair.heads and len(ids) > 1:
+        pair.target.reserve(len(ids))
+        pair.target.read(tokens[:-1], 0)
+        features = pair.target.tapped[:, columns(pair.target, pair.heads[draft])]
+    outs = [torch.zeros(first, model.hidden_size, device=pair.device, dtype=model.dtype)]
+    for at in range(first, len(ids), CHUNK):
+        part = tokens[at : at + CHUNK]
+        fed = None if features is None else features[at - 1 : at - 1 + len(part)]
+        outs.append(model.chain(part, at, logits=0, hidden=fed)[1].clone())
+    return torch.cat(outs)
 
 
 def cluster_labels(top: npt.NDArray[np.int64], clusters: Clusters) -> npt.NDArray[np.bool_]:

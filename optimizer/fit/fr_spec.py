@@ -4,18 +4,17 @@ and the order that they give."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spectune.optimizer.fit.corpus import corpus_tokens
 from spectune.optimizer.fit.shared import StoredFit, keep, texts_to_fit
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import FREQUENCIES
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.errors import WorkloadError
 from spectune.traces.store import TraceStore
 
 IntArray = npt.NDArray[np.int64]
@@ -30,20 +29,23 @@ def fit_fr_spec(
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores the vocabulary by how often its tokens occur in recorded texts, prompts included, or
-    in the text files of ``corpus``.
+    in a ``corpus`` (:func:`corpus_tokens`).
 
     EOS and the tokenizer's special tokens come first. Raises TraceError for a recording of another
     pair or without texts, WorkloadError for a file that cannot be read or is empty.
     """
     progress("counting", 0, 1)
+    counts = np.zeros(pair.target.vocab_size, dtype=np.int64)
     if corpus:
-        token_ids = [np.array(_tokens_of(pair, name)) for name in corpus]
         source: dict[str, Any] = {"corpus": list(corpus)}
+        for ids, share in corpus_tokens(pair, corpus):
+            counts += np.bincount(ids, minlength=len(counts))
+            progress("counting", round(1000 * share), 1000)
     else:
         texts = texts_to_fit(store, recording, pair.spec)
-        token_ids = [np.concatenate([t.prompt_ids, t.output_ids]) for t in texts]
         source = {"recording": recording, "request_ids": [t.request_id for t in texts]}
-    counts = np.bincount(np.concatenate(token_ids), minlength=pair.target.vocab_size)
+        for ids in (ids for t in texts for ids in (t.prompt_ids, t.output_ids)):
+            counts += np.bincount(ids, minlength=len(counts))
     special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
     order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
     progress("counting", 1, 1)
@@ -75,21 +77,3 @@ def frequency_order(counts: IntArray, always: Sequence[int] = ()) -> Frequencies
     return Frequencies(
         np.concatenate([first, others[np.argsort(-counts[others], kind="stable")]]), len(first)
     )
-
-
-def _tokens_of(pair: LoadedPair, name: str) -> list[int]:
-    try:
-        ids = pair.encode(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(
-            f"--corpus {name}: {getattr(error, 'strerror', None) or error}; give text files "
-            "in UTF-8"
-        ) from None
-    if not ids:
-        raise WorkloadError(f"--corpus {name}: the file has no tokens")
-    if (unknown := max(ids)) >= pair.target.vocab_size:
-        raise WorkloadError(
-            f"--corpus {name}: the tokenizer makes token {unknown}, but the models know "
-            f"{pair.target.vocab_size} tokens; give the tokenizer that they were trained with"
-        )
-    return ids
