@@ -206,6 +206,8 @@ class Retracer:
             if match is None or not isinstance(noted, Proposals):
                 continue
             ordinal, start = int(match[1]), int(match[2])
+            if ordinal not in self._texts:  # asked twice, and noted before
+                continue
             text, chains = self._texts[ordinal], self._chains[ordinal]
             count = len(text.output_ids) - 1 if self.accepts_none else 1
             if noted.output[:count] != text.output_ids[start - 1 :][:count].tolist():
