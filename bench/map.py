@@ -1,7 +1,7 @@
 """What pays where: which mechanism is fastest by draft cost, slope of verification, temperature,
 batch and recording.
 
-    python bench/run.py map [--quick] [--only replay executed]
+    python bench/run.py map [--quick]
 
 A cell of the grid prices recorded rounds by two numbers, both as parts of the target's pass over
 one token: what a pass of the draft takes, and what every further token of a pass takes (of either
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,19 +27,16 @@ from lab import (
     RESULTS,
     ROOT,
     Halves,
-    compare,
     environment,
     halves,
     parser_of,
     say,
 )
-from lab import requests as requests_of
-from map_costs import Floats, cpu_profile, flat, grid_profile, named, price
+from map_costs import Floats, flat, grid_profile, named, price
 from pairs import fixed, top_k
 
 from spectune.engines.protocol import Load
 from spectune.engines.rules import RULES
-from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
@@ -374,16 +371,16 @@ class Served:
             ]
             return [np.array([s]) if profile else counts for counts, s in each]
 
-        orders = [test, *(rng.choice(test, len(test)) for _ in range(RESERVED))]
+        orders = [rng.choice(test, len(test)) for _ in range(RESERVED)]
         return cls(np.array(serve_all(fit)), np.array([serve_all(order) for order in orders]))
 
     def cell(self, prices: Floats) -> dict[str, Any]:
-        """The best window on the fit half, how much faster it is than nothing on the other, and
-        that trees have no runtime."""
+        """The best window on the fit half, how much faster it is than nothing on draws of the other
+        (the median: when the last requests end depends on their order), and that trees have no
+        runtime."""
         best = int(np.argmin(self.fit @ prices))
         drawn = (self.draws[:, 0] @ prices) / (self.draws[:, best] @ prices)
-        ends = np.quantile(drawn[1:], (0.025, 0.975))
-        speed = [round(float(x), 4) for x in (drawn[0], *ends)]
+        speed = np.quantile(drawn, (0.5, 0.025, 0.975)).round(4).tolist()
         pays = speed[1] > 1
         return {
             "policy": f"fixed(gamma={GAMMAS[best]})",
@@ -409,6 +406,7 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
     left_out: dict[str, int] = {}
+    first: list[dict[str, Any]] = []
     for temperature in TEMPERATURES:
         h = recording(state, temperature, quick)
         sampled = None
@@ -421,12 +419,13 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
         for draft in (*models, "ngram"):
             say(f"temperature {temperature:g}, {draft}")
             drafted = Drafted.of(h, draft, limits.get(draft, DraftLimits()), sampled)
+            about = {"temperature": temperature, "draft": draft}
+            first.append({**about, "share": first_token(h, draft)})
             left_out[f"{draft}, temperature {temperature:g}"] = drafted.left_out
             costs = [(0.0, s) for s in SLOPES] if draft == "ngram" else [
                 (c, s) for c in DRAFT_COSTS for s in SLOPES
             ]  # fmt: skip
             of_hardware = [one for one in every if draft in one.drafts]
-            about = {"temperature": temperature, "draft": draft}
             seconds: list[tuple[dict[str, Any], Floats]] = [
                 ({**about, "draft_cost": c, "slope": s}, drafted.grid_seconds(c, s))
                 for c, s in costs
@@ -454,114 +453,41 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
                         key = {**about, "hardware": one.name, "batch": batch, "category": "all"}
                         served = Served.of(h, trace, draft, batch, groups["all"], one.profile)
                         cells.append({**key, **served.cell(np.ones(1))})
-    return {"hardware": hardware, "left_out": left_out, "cells": cells}
+    about = {"hardware": hardware, "left_out": left_out, "first_token": first}
+    return {**about, "cells": cells}
 
 
-# ---------------------------------------------------------------------------------------- executed
-
-
-EXECUTED = (
-    *((0.0, "medium", "code"), (0.0, "head", "math"), (0.0, "small", "prose")),
-    *((1.0, "medium", "math"), (1.0, "head", "code")),
-)
-"""Temperature, draft and category of the cells of this machine that are executed."""
-
-
-def executed(state: Path, quick: bool) -> dict[str, Any]:
-    """Cells of this machine executed on requests that chose nothing, and what tunings executed on
-    GPUs. Predicted intervals are of draws of as many requests as were executed."""
-    rows = []
-    for temperature, draft, category in EXECUTED[: 1 if quick else None]:
-        rows += _executed(recording(state, temperature, quick), draft, category, quick)
-    return {"rows": rows + _on_gpus(recording(state, 0.0, quick))}
-
-
-def _row(cell: str, policy: str, predicted: list[float], share: float) -> dict[str, Any]:
-    """A policy's speed over no speculation."""
-    inside = predicted[1] <= share <= predicted[2]
-    executed = {"executed": round(share, 4), "inside": inside}
-    return {"cell": cell, "policy": policy, "predicted": predicted, **executed}
-
-
-def _executed(h: Halves, draft: str, category: str, quick: bool) -> list[dict[str, Any]]:
-    """The best chain, tree and classifier of a cell beside no speculation, executed in turns,
-    prompts included."""
-    profile = cpu_profile(h)
-    limits = fit_drafts(h.store, h.pair, h.recording, [draft], fixed=(), routed=())[draft]
-    drafted, requests = Drafted.of(h, draft, limits), categories(h)[category]
-    fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
-    seconds = drafted.seconds(profile)
-    best = best_of_each(seconds[:, fit], drafted.tried)
-    places = test[: 2 if quick else 10]
-    text = h.trace.trajectories[places[0]]
-    workload = requests_of(len(h.trace.trajectories))
-    workload = replace(workload, requests=tuple(workload.requests[i] for i in places))
-    encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
-    policies = {name: drafted.tried[best[name]].policy for name in ("nothing", *SHOWN)}
-    every = [*policies.values()]
-    timings = compare(h.pair, every, encoded, passes=2, profile=profile, artifacts=h.find).timings
-    totals = {
-        name: float(np.nanmedian(timings.seconds[policy.id], axis=1).sum())
-        for name, policy in policies.items()
-    }
-    title = f"demo, {draft}, {category}, temperature {text.sampling.temperature:g}"
-    rows = []
-    for name in SHOWN:
-        one, other = (seconds[best[m], test] for m in (name, "nothing"))
-        predicted, share = times_as_fast(one, other, len(places)), totals["nothing"] / totals[name]
-        rows.append(_row(title, policies[name].label(), predicted, share))
-    return rows
-
-
-SHOWN = ("chain", "tree", "classifier")
-
-
-def _on_gpus(h: Halves) -> list[dict[str, Any]]:
-    """What `tune` executed of the ballasted pair on GPUs, where the recording holds the policy."""
-    profiles = {one.name: one.profile for one in named(h)}
-    rows = []
-    for file in sorted(RESULTS.glob("gpu-*.json")):
-        run = json.loads(file.read_text())["tune"]
-        for tried in run["tuned"]["candidates"]:
-            if (document := ON_GPUS.get(tried["label"])) is None:
-                continue
-            title = f"8B of ballast, {document['draft']}, {run['on'].split()[1]}"
-            policies = parse_policy(document), AUTOREGRESSIVE
-            replays = (run_replay(h.trace, p, profiles[title], approximate=True) for p in policies)
-            one, other = (replay.seconds[h.test] for replay in replays)
-            predicted = times_as_fast(one, other, tried["executed_requests"])
-            rows.append(_row(title, tried["label"], predicted, tried["ratio_to_autoregressive"]))
-    return rows
-
-
-ON_GPUS = {
-    "head fixed(gamma=4) top_k(k=8) N=60": top_k("head", 8, 4, 60),
-    "head fixed(gamma=6) top_k(width=8) select(top_n=60)": top_k("head", 8, 6, 60),
-    "ngram fixed(gamma=10)": {"draft": "ngram", "window": fixed(10)},
-    "ngram fixed(gamma=12)": {"draft": "ngram", "window": fixed(12)},
-}
-"""Policies by the labels of the tunings' results."""
+def first_token(h: Halves, draft: str) -> float:
+    """How often a draft's first token is accepted, where a round proposes one."""
+    replay = run_replay(h.trace, parse_policy({"draft": draft, "window": fixed(1)}))
+    return round(replay.total.accepted_tokens / replay.total.rounds, 4)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Adds to ``bench/results/map.json`` what was asked for; a cell is a line."""
-    parts = {"replay": replayed, "executed": executed}
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
+    """Stores the cells in ``bench/results/map.json``."""
+    write_part("replay", replayed, __doc__, arguments)
+
+
+def write_part(
+    name: str,
+    measure: Callable[[Path, bool], dict[str, Any]],
+    about: str | None,
+    arguments: Sequence[str],
+) -> None:
+    """Adds what ``measure(state, quick)`` returns to ``bench/results/map.json``, where a cell is a
+    line; not of a ``--quick`` run."""
+    parser = parser_of(about)
     parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
-    options = parser.parse_args(arguments)
-    state, path = ROOT / ".acceptance" / ("quick" if options.quick else "."), RESULTS / "map.json"
+    quick = parser.parse_args(arguments).quick
+    state, path = ROOT / ".acceptance" / ("quick" if quick else "."), RESULTS / "map.json"
     state.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Any] = {}
-    for part in options.only:
-        began = time.process_time()
-        made[part] = parts[part](state, options.quick)
-        seconds = round(time.process_time() - began)
-        made[part] |= {"core_seconds": seconds, "environment": environment()}
-    if options.quick:
+    began = time.process_time()
+    made = measure(state, quick)
+    made |= {"core_seconds": round(time.process_time() - began), "environment": environment()}
+    if quick:
         return
-    figures = (json.loads(path.read_text()) if path.exists() else {}) | made
-    cells = figures.get("replay", {}).pop("cells", figures.pop("cells", []))
+    figures = {**json.loads(path.read_text()), name: made}
+    cells = made.pop("cells", figures.pop("cells", []))
     text = json.dumps({**figures, "cells": []}, indent=1)
     rows = ",\n".join(map(json.dumps, cells))
     path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ NAMES = {
     "shortlist": "shortlist", "tree": "tree (EAGLE-2, static)", "own score": "tree, coupled score",
     "bins": "bins (HeteroSpec)", "classifier": "classifier (C2T)", "two": "two papers together",
 }  # fmt: skip
-BEGIN, END = "<!-- map:begin -->", "<!-- map:end -->"
 ABOUT = (
     "Times as fast as no speculation. Up: what a further token costs in the target's pass; right:",
     "what a pass of the draft costs, in passes of the target. Several requests: chains only.",
@@ -96,12 +96,6 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
     )
 
 
-def between(text: str, figures: dict[str, Any]) -> str:
-    """A page with its generated lines made anew."""
-    head, rest = text.split(BEGIN)
-    return "\n".join((head + BEGIN, *page(figures), END + rest.split(END)[1]))
-
-
 def page(figures: dict[str, Any]) -> list[str]:
     """The generated lines of docs/map.md."""
     cells: list[Cell] = figures["cells"]
@@ -142,6 +136,25 @@ def page(figures: dict[str, Any]) -> list[str]:
     return [*lines, f"- executed: {inside} of {len(executed)} policies inside their intervals"]
 
 
+def cells_to_ship(figures: dict[str, Any]) -> str:
+    """The map over all categories as ``check`` reads it, as JSON, a line for each place."""
+    shares = {(f["draft"], f["temperature"]): f["share"] for f in figures["replay"]["first_token"]}
+    places: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for c in figures["cells"]:
+        if c["category"] == "all" and "slope" in c:
+            names = ("draft", "temperature", "draft_cost", "slope")
+            key = tuple(c[name] for name in names)
+            first = shares[key[:2]]
+            new = {**dict(zip(names, key, strict=True)), "first_token": first, "batches": {}}
+            ratios = {name: c[name] for name in ("speed", "gain") if name in c}
+            place = places.setdefault(key, new)
+            place["batches"][c["batch"]] = {"verdict": NAMES[c["verdict"]], **ratios}
+    lines = ",\n".join(map(json.dumps, places.values()))
+    about = {"from": "bench/results/map.json", "command": "python bench/run.py map"}
+    about["environment"] = figures["replay"]["environment"]
+    return json.dumps({**about, "cells": []}).replace("[]", f"[\n{lines}\n]") + "\n"
+
+
 def tables(figures: dict[str, Any]) -> list[str]:
     """What docs/results.md shows of the map: known hardware, and executed policies."""
     return ["## What pays where", "", *_hardware(figures), *_executed(figures)]
@@ -154,7 +167,8 @@ def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:
     best = max(together, key=lambda two: two[2])
     return (
         f"Two papers together beat the best of one beyond noise in {len(together)} of {tried} "
-        f"cells; the surest: {best[0]}, {ratio(best[1:])} times as fast."
+        f"cells (uncorrected: were all alike, chance would give about {tried / 40:.0f}); the "
+        f"surest: {best[0]}, {ratio(best[1:])} times as fast."
     )
 
 

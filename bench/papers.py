@@ -53,7 +53,7 @@ from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.search import search
+from spectune.optimizer.search import Study, search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.spaces import DraftLimits, Space
@@ -62,6 +62,7 @@ from spectune.runtime.policies.artifacts import CLASSIFIER, Fitted
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.heterospec import FRACTIONS
+from spectune.traces.tables import LatencyProfile
 
 DEPTH, TOP_N, ALPHA = 5, 60, 3
 """EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
@@ -502,24 +503,40 @@ def _certainty(h: Halves, draft: str) -> Document:
 # -------------------------------------------------------------------------------------------- joint
 
 
+def whole_space(h: Halves) -> Space:
+    """All mechanisms of all drafts, with what is fitted to the half that is fitted to."""
+    limits = {}
+    for draft in h.pair.models:
+        source = tree_source(h.store, h.recording, draft)
+        bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
+        fits = {"stratify": (bins.artifact,)}
+        fits["classifier"] = (fit_c2t(source, width=EAGLE_WIDTH).artifact,)
+        limits[draft] = DraftLimits(EAGLE_WIDTH, DEEPEST, fits=fits)
+    return Space((*h.pair.models, "ngram"), GAMMA, limits)
+
+
+def searched(h: Halves, space: Space, profile: LatencyProfile, quick: bool) -> Study:
+    """A search on the half that is fitted to. What lacks distributions is left out."""
+    part = h.trace.select(h.fit)
+    part.reader = None
+    return search(part, profile, space, trials=8 if quick else 600, artifacts=h.find)
+
+
+def random_policies(space: Space, count: int) -> list[Policy]:
+    """Policies of a space, of each draft and kind of tree in turn."""
+    sampled = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    turns = space.turns()
+    return [space.suggest(sampled.ask(), *turns[i % len(turns)]) for i in range(count)]
+
+
 def joint(quick: bool) -> list[Document]:
-    """One search over all mechanisms on the half that is fitted to: its best combination over its
-    best policy of one paper, and what was chosen over the best in hindsight, on the unseen half."""
+    """One search over all mechanisms: its best combination over its best policy of one paper, and
+    what was chosen over the best in hindsight, on the unseen half."""
     rows = []
     for temperature, (name, profile) in product((0.0, 1.0), costs(quick).items()):
         h = recorded(temperature, quick)
-        limits = {}
-        for draft in h.pair.models:
-            source = tree_source(h.store, h.recording, draft)
-            bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-            fits = {"stratify": (bins.artifact,)}
-            fits["classifier"] = (fit_c2t(source, width=EAGLE_WIDTH).artifact,)
-            limits[draft] = DraftLimits(EAGLE_WIDTH, DEEPEST, fits=fits)
-        space = Space((*h.pair.models, "ngram"), GAMMA, limits)
-        part = h.trace.select(h.fit)
-        part.reader = None  # what lacks distributions is left out
-        trials = 8 if quick else 600
-        study = search(part, profile, space, trials=trials, artifacts=h.find)
+        space = whole_space(h)
+        study = searched(h, space, profile, quick)
         groups: dict[str, list[Policy]] = {"one": [], "several": []}
         for trial in study.trials:
             count = len(mechanisms(trial.policy))
@@ -533,10 +550,7 @@ def joint(quick: bool) -> list[Document]:
         rows.append(speedup("together", cell, h, *both, profile, why))
         chosen = study.best()
         assert chosen is not None
-        sampled = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
-        turns = space.turns()
-        random = [space.suggest(sampled.ask(), *turns[i % len(turns)]) for i in range(100)]
-        rivals = [t.policy for t in study.trials[:20]] + random
+        rivals = [t.policy for t in study.trials[:20]] + random_policies(space, 100)
         unseen = h.trace.select(h.test)
         unseen.reader = None
         seconds = [

@@ -11,6 +11,7 @@ from typing import Any
 import map_page
 import numpy as np
 from verdicts import (
+    MET,
     NOT_MET,
     NOT_SHOWN,
     at_least,
@@ -24,7 +25,6 @@ from spectune.optimizer.report.words import policy_in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 Figures = dict[str, Any]
 
 
@@ -32,6 +32,13 @@ def load(name: str) -> Figures:
     """A result."""
     figures: Figures = json.loads((RESULTS / f"{name}.json").read_text())
     return figures
+
+
+def between(text: str, name: str, lines: Iterable[str]) -> str:
+    """A page with what stands between the markers of a name made anew."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, rest = text.split(begin)
+    return "\n".join((head + begin, *lines, end + rest.split(end)[1]))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -331,14 +338,28 @@ PAPERS_ABOUT = (
 def papers() -> list[str]:
     """A table for each paper: its figure, ours by draft with interval and verdict, and a cause."""
     figures = load("papers")
-    lines = ["## The papers", "", PAPERS_ABOUT, ""]
+    parts = [rows for name, rows in figures.items() if name != "environment"]
+    held = sum(r["least"] is not None or r["most"] is not None for rows in parts for r in rows)
+    many = (
+        f"The {held} verdicts are not corrected for their number: if every truth lay just at its "
+        f"bar, chance would make about {held / 40:.0f} met and as many not met."
+    )
+    lines = ["## The papers", "", PAPERS_ABOUT, "", many, ""]
     for part, title in PAPERS.items():
         names = [name for name in figures if name == part or name.startswith(f"{part}_")]
         rows = [r for name in names for r in figures[name]]
         if rows:
             commands = dict.fromkeys(f"`python {r['command']}`" for r in rows)
             lines += [f"### {title}", "", ", ".join(commands), "", *_paper(rows)]
-    return lines
+    return [*lines, _together(figures.get("joint", ())), ""]
+
+
+def _together(rows: Sequence[Figures]) -> str:
+    """Whether any combination of papers beats the best of one."""
+    rows = [r for r in rows if r["claim"] == "together"]
+    shown = [f"{r['cell']}: {ratio(r['ours'])}" for r in rows if paper_verdict(r) == MET]
+    wins = "; ".join(shown) or "none"
+    return f"Costs of {len(rows)} where papers together beat the best of one: {wins}."
 
 
 def _paper(rows: Sequence[Figures]) -> list[str]:
@@ -379,18 +400,22 @@ def paper_verdict(r: Figures) -> str:
 def _causes(group: dict[str, Figures]) -> Iterable[str]:
     same = len({r["why"] for r in group.values()}) == 1
     for draft, r in group.items():
-        if r["why"]:
+        if r["why"] and paper_verdict(r) != MET:
             yield r["why"] if same or not draft else f"{draft}: {r['why']}"
 
 
 # --------------------------------------------------------------------------------------------- GPU
 
 
+def newest_gpu() -> list[Figures]:
+    """What every GPU has measured, the newest tuning first."""
+    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
+    return sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
+
+
 def on_gpu() -> tuple[list[str], list[str]]:
     """The newest tuning that a GPU has run, and what it leaves out; and those before it."""
-    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
-    gpus = sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
-    newest, *before = gpus
+    newest, *before = newest_gpu()
     lines = [
         f"Before, **{parts['tune']['on']}**: {_tuned_on_gpu(parts['tune'])}." for parts in before
     ]
@@ -479,6 +504,17 @@ def results() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def headline() -> str:
+    """The speed-up of the newest tuning on a GPU."""
+    run = newest_gpu()[0]["tune"]
+    confirmed, (low, high) = run["tuned"]["confirmed"], run["tuned"]["confirmed"]["interval"]
+    return (
+        f"On an {run['on']}, a pair at the cost of an 8B model: **{confirmed['ratio']:.2f} times "
+        f"autoregression** (99% interval {low:.2f} to {high:.2f}), found in {run['wall_s']:.0f} s; "
+        "see [results](#results) for what that leaves out."
+    )
+
+
 def highlights() -> str:
     """README's results: speed on a GPU and per workload, and what makes them worth believing."""
     rows = []
@@ -528,11 +564,14 @@ def main() -> None:
     (ROOT / "docs" / "results.md").write_text(results())
     figures = load("map")
     (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures))
-    file = ROOT / "docs" / "map.md"
-    file.write_text(map_page.between(file.read_text(), figures))
-    readme = ROOT / "README.md"
-    head, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n{highlights()}\n{END}{rest.split(END)[1]}")
+    (ROOT / "optimizer" / "map_cells.json").write_text(map_page.cells_to_ship(figures))
+    for page, name, lines in (
+        ("docs/map.md", "map", map_page.page(figures)),
+        ("README.md", "headline", [headline()]),
+        ("README.md", "results", [highlights()]),
+    ):
+        file = ROOT / page
+        file.write_text(between(file.read_text(), name, lines))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ EXACT = ("lossless", "rounding", "engines", "kills")
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = (*EXACT, *TIMED)
 MEASUREMENTS = ("gpu", "load", "map", "nulls", "papers", "served", "speed", "versus")
-MEASUREMENTS += ("papers_executed",)
+MEASUREMENTS += ("map_executed", "papers_executed")
 
 
 def main(arguments: Sequence[str]) -> int:

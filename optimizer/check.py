@@ -73,7 +73,8 @@ class Check:
     """What a check found on ``texts``: ``rows``, of each draft and length of a fixed window what is
     accepted and gained. Seconds: ``token_s`` of a token without a draft (0: not measured),
     ``round_s`` of a round, ``decode_s`` of a token that was decoded, ``read_s`` of one that every
-    draft read."""
+    draft read. ``slope``: what a further token of a target's pass takes, as a part of a pass over
+    one (None: not measured)."""
 
     recording: str
     texts: Sequence[Trajectory]
@@ -82,6 +83,7 @@ class Check:
     round_s: float
     decode_s: float
     read_s: float
+    slope: float | None
 
     @property
     def tokens(self) -> int:
@@ -140,10 +142,19 @@ def check_pair(
             break
     read = texts[: request.ordinal + 1]
     read_s = (clock() - reading) / _tokens(read)
-    rows, token_s = _replayed(store, recording, drafts, gamma_max, _profile(pair, texts))
+    profile = _profile(pair, texts)
+    rows, token_s = _replayed(store, recording, drafts, gamma_max, profile)
     round_s = float(np.mean([step.round_s for r in texts for step in r.steps]))
     seconds = token_s, round_s, decode_s, read_s
-    return Check(recording, [r.trajectory for r in read], rows, *seconds)
+    slope = None if profile is None else _slope(profile, gamma_max)
+    return Check(recording, [r.trajectory for r in read], rows, *seconds, slope)
+
+
+def _slope(profile: LatencyProfile, gamma_max: int) -> float:
+    """Of the target's pass, over one token and over as many as the longest window verifies."""
+    rows, context = np.array([1.0, gamma_max + 1.0]), np.full(2, profile.usual_context)
+    one, many = profile.seconds("target", rows=rows, context=context)
+    return max(0.0, float(many / one - 1) / gamma_max)
 
 
 def _tokens(requests: Sequence[RecordedRequest]) -> int:

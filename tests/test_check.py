@@ -36,6 +36,11 @@ def test_its_acceptance_is_a_recordings(door: Door, tmp_path: Path) -> None:
         assert row["tau_interval"][0] <= row["tau"] <= row["tau_interval"][1]
     assert checked["prompts"] == 4
     assert checked["tokens"] == replayed["emitted_tokens"]
+    draft = max(checked["lengths"], key=lambda row: row["speedup"])["draft"]
+    cell = checked["map"]
+    assert cell["temperature"] == 0
+    assert cell["draft"] in {"head": ("head",), "ngram": ("ngram",)}.get(draft, ("small", "medium"))
+    assert set(cell["batches"]) == {"1", "8", "32"}
 
 
 def test_a_draft_gains_below_its_break_even_cost(door: Door, tiny_pair: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,13 +86,85 @@ def test_an_error_is_within_its_bar_only_where_its_interval_is(bench: Any) -> No
     assert report.within([0.1] * 9, [0.0], (0.03, 0.06)) == "**not met**"
 
 
-def test_readme_holds_what_the_generator_writes(bench: Any) -> None:
+FIGURE = re.compile(
+    r"""(?<![\w.-])(?:
+        \d[\d,]*(?:\.\d+)?\s?% (?!\sinterval)  # the level of an interval only names it
+        | \d[\d,]*(?:\.\d+)?\s?(?:times|s|ms|seconds|minutes|hours|tokens/s|GB|MiB|points)\b
+        | \d[\d,]*(?:\.\d+)?[x×](?!\w)
+        | \d[\d.]*\sto\s\d[\d.]*
+        | \d+\.\d+(?!\.?\w))""",
+    re.VERBOSE,
+)
+"""What is a figure in prose: a percentage, a number with a unit, a multiple, an interval, a ratio.
+Counts, and what stands in code, are none."""
+LINK = re.compile(r"\[([^]]*)\]\(([^)#]+)#?([^)]*)\)")
+
+
+def typed_figures(page: str, text: str) -> list[str]:
+    """The figures of a page that stand neither between generated markers nor in a link that holds
+    them: ``[2.07](results.json#key.of.it)``, or of a setting ``[5%](where/it/is/set)``."""
+    text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`]*`|<img[^>]*>", "", text)
+
+    def without_held(link: re.Match[str]) -> str:
+        words, target, key = link.groups()
+        figures = FIGURE.findall(words)
+        file = (ROOT / page).parent / target
+        held = figures and all(holds(file, key, number(f)) for f in figures)
+        return "" if held else words
+
+    return FIGURE.findall(LINK.sub(without_held, text))
+
+
+def number(figure: str) -> str:
+    return re.sub(r"[^\d.].*", "", figure.replace(",", ""))
+
+
+def holds(file: Path, key: str, figure: str) -> bool:
+    """Whether a key of a JSON file rounds to a figure, or another file states it (a percentage also
+    as a part of 1, or beyond 1)."""
+    if file.suffix == ".json":
+        value = json.loads(file.read_text(encoding="utf-8"))
+        for step in key.split("."):
+            value = value[int(step) if isinstance(value, list) else step]
+        decimals = len(figure.partition(".")[2])
+        return f"{value:.{decimals}f}" == figure
+    part = float(figure) / 100
+    stated = set(re.findall(r"\d+(?:\.\d+)?", file.read_text(encoding="utf-8")))
+    return bool(stated & {figure, f"{part:g}", f"{1 + part:g}"})
+
+
+def test_every_figure_is_generated_or_linked_to_where_it_stands(bench: Any) -> None:
     report, _ = bench
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", MAP)}
+    readme = pages["README.md"]
+    for name, lines in (("headline", [report.headline()]), ("results", [report.highlights()])):
+        assert report.between(readme, name, lines) == readme
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == report.results()
+    for page, text in pages.items():
+        assert typed_figures(page, text) == [], page
+
+
+MAP = "docs/map.md"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("It is 1.43 times as fast.", "3x faster.", "2 times the tokens.", "In 131 s.", "7% off."),
+        *("Of 1.02 to 1.19.", "A ratio of 0.94.", "**2.07** and more.", "It takes 9 minutes."),
+        "[1.23](bench/results/speed.json#replay.tokens) times",
+        "[17.5%](docs/simulator.md)",
+    ],
+)
+def test_a_figure_that_a_person_types_is_noticed(bench: Any, typed: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{report.BEGIN}\n{report.highlights()}\n{report.END}" in text
-    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert "\n".join(report.checks()) in results
-    assert all("\n".join(lines) in results for lines in report.on_gpu())
+    assert typed_figures("README.md", f"{text}\n{typed}\n") != []
+    report, _ = bench
+    ratio = report.load("gpu-nvidia-h200")["tune"]["tuned"]["confirmed"]["ratio"]
+    key = "bench/results/gpu-nvidia-h200.json#tune.tuned.confirmed.ratio"
+    assert typed_figures("README.md", f"[{ratio:.2f} times]({key}) of 48 tokens") == []
 
 
 def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
@@ -102,6 +176,7 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
     assert f"{ratio:.3f} ({low:.3f} to {high:.3f}) of the tokens/s of a server without" in said
     assert "every constant over" not in said
     run = report.load("gpu-nvidia-h200")["tune"]
+    assert f"**{run['tuned']['confirmed']['ratio']:.2f} times" in report.headline()
     assert said.startswith(f"**{run['on']}**, a pair ballasted to 8B")
     assert f"{run['tuned']['confirmed']['requests']} requests held out" in said
     assert f"**{run['tuned']['confirmed']['ratio']:.2f} times autoregression**" in said

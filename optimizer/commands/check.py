@@ -15,7 +15,9 @@ from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.map_cells import Cell, cell_in_words, nearest_cell
 from spectune.optimizer.report.words import interval
+from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling
@@ -56,6 +58,8 @@ def check(s: Settings, talk: Talk) -> Result:
     minutes = (checked.tune_seconds(tokens) + Race().budget) / 60
     models, advice = memory(pair), _advice(checked)
     command = next_command(s, _tune(s, spec), "pair")
+    cell = _nearest(checked, pair, s.sampling.temperature)
+    nearest = "" if cell is None else f"{cell_in_words(cell)}\n"
     data = {
         "pair": spec.id,
         "heads": pair.hidden_states,
@@ -69,12 +73,13 @@ def check(s: Settings, talk: Talk) -> Result:
         "memory": models,
         "tune_minutes": minutes,
         "advice": advice,
+        "map": cell,
         "next": command,
     }
     text = (
         f"{len(checked.texts)} of {len(workload.requests)} prompts, {checked.tokens} tokens; draft "
         "step and break even: parts of a target pass\n"
-        f"{advice}\n{command}  # {_about(minutes)} for {len(tuned.requests)} prompts"
+        f"{advice}\n{nearest}{command}  # {_about(minutes)} for {len(tuned.requests)} prompts"
     )
     printed = [{name: _printed(row[name]) for name in COLUMNS} for row in checked.rows]
     tables = [Table(printed), Table(models, title="memory")]
@@ -125,6 +130,17 @@ def _advice(checked: Check) -> str:
     if len(checked.texts) < FEW or low <= 1 < high:
         return f"Open on {len(checked.texts)} prompts: {prediction}; {hint}."
     return f"{'Worth' if low > 1 else 'Not worth'} tuning on this device: {prediction}."
+
+
+def _nearest(checked: Check, pair: LoadedPair, temperature: float) -> Cell | None:
+    """The map's cell for the draft that is advised."""
+    if checked.slope is None or not (rows := [r for r in checked.rows if r["speedup"]]):
+        return None
+    draft = max(rows, key=lambda row: row["speedup"])["draft"]
+    (first,) = (r for r in rows if (r["draft"], r["K"]) == (draft, 1))
+    kind = "head" if draft in pair.heads else "ngram" if draft == "ngram" else "model"
+    cost = first["draft_step"] or 0.0
+    return nearest_cell(kind, temperature, first["conditional"], cost, checked.slope)
 
 
 def _about(minutes: float) -> str:
