@@ -73,6 +73,7 @@ def check(s: Settings, talk: Talk) -> Result:
         "memory": models,
         "tune_minutes": minutes,
         "advice": advice,
+        "slope": checked.slope,
         "map": cell,
         "next": command,
     }
@@ -136,10 +137,11 @@ def _nearest(checked: Check, pair: LoadedPair, temperature: float) -> Cell | Non
     """The map's cell for the draft that is advised."""
     if checked.slope is None or not (rows := [r for r in checked.rows if r["speedup"]]):
         return None
-    draft = max(rows, key=lambda row: row["speedup"])["draft"]
+    best = max(rows, key=lambda row: row["speedup"])
+    draft = best["draft"]
     (first,) = (r for r in rows if (r["draft"], r["K"]) == (draft, 1))
     kind = "head" if draft in pair.heads else "ngram" if draft == "ngram" else "model"
-    cost = first["draft_step"] or 0.0
+    cost = best["draft_step"] or 0.0
     return nearest_cell(kind, temperature, first["conditional"], cost, checked.slope)
 
 
