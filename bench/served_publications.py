@@ -27,7 +27,7 @@ from served_live import (
     windowed,
 )
 
-from spectune.engines.protocol import Prompt
+from spectune.engines.protocol import EngineError, Prompt
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 
