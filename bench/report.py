@@ -298,6 +298,37 @@ def under_load(d: Figures, name: str) -> str:
     return within(errors, again, (0.05, 0.10))
 
 
+def served_rounds() -> list[str]:
+    """Rounds of a vLLM server beside what one recording of its draft predicts."""
+    figures, rows, taus = load("served")["rounds"], [], []
+    for method, d in figures["drafters"].items():
+        positions, sampled = d["positions"], d["sampled"]
+        shown = (positions["zero"], positions["forced"], d["proposals_differ"])
+        first, differ = f"{d['first_position']:.2f}", f"{d['rounds']}, {d['differ']}"
+        rows.append((method, *shown, first, differ, f"{sampled['rounds']}, {sampled['differ']}"))
+        for row in sampled["tau"]:
+            lengths = [
+                f"{row[by]['tau']:.3f} ({percent(row[by]['half_width'])})"
+                for by in ("predicted", "executed")
+            ]
+            error = row["predicted"]["tau"] / row["executed"]["tau"] - 1
+            taus.append((method, row["gamma"], *lengths, f"{100 * error:+.1f}%"))
+    about = (
+        "Greedy texts of the demo target, served with 0 to 8 draft tokens and by two tables, one "
+        "request at a time and eight, float32 on a CPU. Each round is held against two recordings: "
+        "of a server that accepts no drafts, and of forced requests; at temperature 0.8 against "
+        "the text that was served (`make acceptance-vllm ARGS=\"--only rounds\"`)."
+    )
+    columns = ("positions, no acceptance", "forced", "proposals that differ", "first position")
+    names = ("draft", *columns, "rounds, differ", "at 0.8: rounds, differ")
+    lines = ["## Rounds of vLLM, predicted", "", about, "", *table(names, rows)]
+    if taus:
+        names = ("draft", "tokens", "predicted (half-width)", "executed (half-width)", "error")
+        lines += ["Mean accepted lengths of other texts at temperature 0.8:", ""]
+        lines += table(names, taus)
+    return lines
+
+
 def temperatures() -> list[str]:
     """Trees and chains above temperature 0, smallest to largest over workloads."""
     groups: dict[tuple[Any, ...], list[Figures]] = {}
@@ -500,7 +531,8 @@ def results() -> str:
         "",
         *gpu_parts(),
     ]
-    lines += [*served(), *loads(), *nulls(), *searches(), *speeds(), *temperatures()]
+    lines += [*served(), *served_rounds(), *loads(), *nulls(), *searches(), *speeds()]
+    lines += temperatures()
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -36,7 +36,7 @@ from spectune.runtime.pair import read_pair
 
 ROWS, LENGTH = 256, 256
 """Texts that the target writes, and tokens of each."""
-STEPS, BATCH = 200, 8
+STEPS, BATCH = 300, 8
 """Of the training, and texts of each."""
 LEARNING_RATE = 2e-3
 UNROLL = 2
@@ -150,7 +150,7 @@ def read_windows(tokenizer: PreTrainedTokenizerFast, gsm8k: Path | None) -> Wind
     return Windows(encode(tokenizer, documents), counts, seed=1)
 
 
-def write_texts(teacher: Teacher, windows: Windows, rows: int = ROWS) -> Tensor:
+def write_texts(teacher: Teacher, windows: Windows, rows: int) -> Tensor:
     """Texts that the target writes from windows' beginnings, three in four of them greedy, the rest
     at temperatures up to 1: int16 [rows, LENGTH]."""
     generator = torch.Generator().manual_seed(1)
@@ -186,13 +186,13 @@ def publish(layer: MtpLayer, teacher: Teacher, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
-def checkpoint(out: Path, steps: int = STEPS, gsm8k: Path | None = None) -> Path:
+def checkpoint(out: Path, steps: int = STEPS, rows: int = ROWS, gsm8k: Path | None = None) -> Path:
     """The folder ``out`` with a checkpoint of :func:`publish`, trained unless it is there."""
     if (out / "config.json").exists():
         return out
     path = read_pair("demo").target
     teacher, tokenizer = Teacher(path), PreTrainedTokenizerFast.from_pretrained(path)
-    texts = write_texts(teacher, read_windows(tokenizer, gsm8k))
+    texts = write_texts(teacher, read_windows(tokenizer, gsm8k), rows)
     layer = train(teacher, texts, steps)
     tokenizer.save_pretrained(out)
     publish(layer, teacher, out)
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--gsm8k", type=Path, help="GSM8K's training split: JSON lines with question and answer")
     add("--steps", type=int, default=STEPS)
     args = parser.parse_args(arguments)
-    checkpoint(args.out, args.steps, args.gsm8k)
+    checkpoint(args.out, args.steps, gsm8k=args.gsm8k)
 
 
 if __name__ == "__main__":
