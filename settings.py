@@ -782,9 +782,7 @@ class Fitting(Group):
     epochs: int | None = setting(None, "Passes over the examples.", ge=1, le=1000)
     clusters: Count | None = setting(None, "Token clusters; by default by the size of the head.")
     labels: Count | None = setting(None, "Router: most probable tokens that are positive.")
-    contexts: Count | None = setting(
-        None, "Router: contexts of a corpus; by default a million."
-    )
+    contexts: Count | None = setting(None, "Router: contexts of a corpus; by default a million.")
     seed: Seed = setting(0, "Seed of the fit.")
 
 

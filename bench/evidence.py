@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -17,6 +18,7 @@ from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.timings import Timings, finite
+from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
@@ -73,6 +75,10 @@ CLAIMS = {
     "frequent": Claim("the same, FR-Spec", "93.6% (table 1)", 0.936),
     "routed": Claim("tau over FR-Spec's at as many tokens", "+5.2% (table 1)", 1.052),
     "decayed": Claim("tau, fewer clusters by step over as many", "above (figure 3)", 1.0),
+    "mass": Claim("p(S), DynaSpec's over FR-Spec's", "0.874 against 0.854 (table 3)", 1.023),
+    "distance": Claim("TV inside S, likewise", "0.874 against 0.887 (table 3)", most=0.986),
+    "bounds": Claim("contexts where theorem 5.1 and corollary 5.2 hold", "all", 1.0),
+    "rare": Claim("tokens outside FR-Spec's shortlist that the router's has", "none"),
     "decayed order": Claim("tau, PA-FR over FR-Spec", "+1.9% (table 4)", 1.019),
     "coupled": Claim("tau of coupled chains over rejection's", "none", 1.0),
     "verified": Claim("speed of the best coupled policy over rejection's best", "none", 1.0),
@@ -99,22 +105,38 @@ def run_rows(
     arguments: Sequence[str],
 ) -> None:
     """Runs parts of a paper's tables, and adds their rows, each with the command that makes it, to
-    ``bench/results/papers.json``."""
+    ``bench/results/papers.json``. With ``--pair FOLDER`` parts are of that pair, and called
+    ``PART_PAIR``."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--pair", default="demo")
+    typed, rest = parser.parse_known_args(arguments)
+    ON_PAIR["name"] = typed.pair
+    pair = read_pair(typed.pair).name
+    of_pair = "" if pair == "demo" else f"_{pair}"
 
     def rows(part: str, quick: bool) -> list[Document]:
-        command = f"bench/run.py {name} --only {part}"
-        return [{**r, "command": command} for r in parts[part](quick)]
+        command, made = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
+        if of_pair:
+            command += " --pair FOLDER"
+            made = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in made]
+        return [{**r, "command": command} for r in made]
 
-    run_parts(about, "papers", {part: partial(rows, part) for part in parts}, arguments)
+    named = {f"{part}{of_pair}": partial(rows, part) for part in parts}
+    run_parts(about, "papers", named, rest)
 
 
 # ----------------------------------------------------------------------------- recordings and costs
 
 
+ON_PAIR: dict[str, Any] = {"name": "demo"}
+"""The pair that is measured: the demo's, or a folder's."""
+
+
 @cache
 def recorded(temperature: float, quick: bool) -> Halves:
     """The halves of a temperature, with trees."""
-    return halves(_state(quick), temperature, quick, count=120 if temperature else 180)
+    count = 120 if temperature else 180
+    return halves(state_folder(quick), temperature, quick, count=count, **ON_PAIR)
 
 
 @cache
@@ -124,10 +146,11 @@ def recorded_chains(temperature: float, quick: bool) -> Halves:
     if not temperature:
         return recorded(temperature, quick)
     options: dict[str, Any] = {"count": 120, "verifier": "rejection", "trees": False}
-    return halves(_state(quick), temperature, quick, **options)
+    return halves(state_folder(quick), temperature, quick, **options, **ON_PAIR)
 
 
-def _state(quick: bool) -> Path:
+def state_folder(quick: bool) -> Path:
+    """Where recordings and fits are kept."""
     state = ROOT / ".acceptance" / "quick" if quick else ROOT / ".acceptance"
     state.mkdir(parents=True, exist_ok=True)
     return state

@@ -129,9 +129,11 @@ ON: dict[str, str] = {"device": "cpu"}
 """Where pairs are."""
 
 
-def demo(drafts: Sequence[str] | None = None, dtype: str = "auto") -> LoadedPair:
-    """The pair that ships, on the CPU unless :data:`ON` says otherwise."""
-    pair = load_pair(read_pair("demo"), **ON, dtype=dtype, drafts=drafts)
+def demo(
+    drafts: Sequence[str] | None = None, dtype: str = "auto", name: str = "demo"
+) -> LoadedPair:
+    """The pair that ships, or one of a folder, on the CPU unless :data:`ON` says otherwise."""
+    pair = load_pair(read_pair(name), **ON, dtype=dtype, drafts=drafts)
     torch.set_num_threads(pair.threads)
     return pair
 
@@ -355,18 +357,25 @@ def halves(
     temperature: float,
     quick: bool = False,
     *,
+    name: str = "demo",
+    workload: Workload | None = None,
     count: int = 180,
+    tokens: int = 48,
     verifier: Literal["coupled", "rejection"] = "coupled",
     trees: bool = True,
 ) -> Halves:
-    """A recording of ``count`` demo requests of 48 tokens in the state folder's ``halves.db``,
-    begun, gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
+    """A recording of ``count`` requests of the demo (or of the ``workload``, or of that in a pair's
+    folder ``name``), of 48 tokens, in the state folder's ``halves.db`` (``halves-PAIR.db``), begun,
+    gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
     lookup; with ``trees`` those of every draft, EAGLE-2's default width and :data:`DEPTH` levels,
     which takes a second a request. Verifier ``rejection`` records acceptance probabilities."""
-    pair, store = demo(), stored(state / "halves.db")
-    options = DecodeOptions(Sampling(temperature, seed=5), 12 if quick else 48, verifier=verifier)
+    pair, is_demo = demo(name=name), name == "demo"
+    store = stored(state / ("halves.db" if is_demo else f"halves-{pair.spec.name}.db"))
+    tokens = 12 if quick else tokens
+    options = DecodeOptions(Sampling(temperature, seed=5), tokens, verifier=verifier)
     look = (GAMMA, EAGLE_WIDTH if trees else 0, DEPTH if trees else 0)
-    workload = requests(12 if quick else count)
+    of_pair = workload or read_files(["demo" if is_demo else str(Path(name) / "workload.jsonl")])
+    workload = replace(of_pair, requests=of_pair.requests[: 12 if quick else count])
     drafts = pair.draft_names if trees else (*pair.drafts, "ngram")
     say(f"recording {len(workload.requests)} requests at temperature {temperature:g}")
     recording = recorded(store, pair, workload, options, drafts, *look)

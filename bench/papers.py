@@ -41,15 +41,17 @@ from evidence import (
     row,
     run_rows,
     speedup,
+    state_folder,
 )
-from lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves
+from lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves, halves
 from pairs import chain, fixed
+from shortlists import dynaspec
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import roc_auc_score
 
+from spectune.demo.corpus import code_documents
+from spectune.demo.prompts import PROMPTS_PER_CATEGORY, code_prompts, demo_workload
 from spectune.optimizer.fit.c2t import Examples, classifier_examples, fit_c2t, train
-from spectune.optimizer.fit.dynaspec import fit_router
-from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
 from spectune.optimizer.fit.shared import StoredFit
@@ -63,6 +65,7 @@ from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.heterospec import FRACTIONS
 from spectune.traces.tables import LatencyProfile
+from spectune.traces.workloads import Line, make_workload
 
 DEPTH, TOP_N, ALPHA = 5, 60, 3
 """EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
@@ -328,7 +331,7 @@ def analytic(draft: str, gamma_max: int = 8, history: int = 6) -> Document:
 
 def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
     """Method 1 over the window 5, over the best window of the other half and over methods 2 to 4;
-    greedy also as the depth of EAGLE-2's trees; and a draft for each prompt."""
+    greedy also as the depth of EAGLE-2's trees."""
     rows = []
     h, at = recorded_chains(temperature, quick), " 1" if temperature else ""
     for draft in ("small", "medium"):
@@ -347,7 +350,6 @@ def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
             rows.append(speedup("tuned", cell, h, *both, profile, why))
             other = best(h, others, profile)
             rows.append(speedup("methods", cell, h, new, other, profile, other.window.kind))
-    rows += _draft_choice(h, f"temperature {temperature:g}")
     if temperature:
         return rows
     for draft, (name, profile) in product(h.pair.models, costs(quick).items()):
@@ -363,35 +365,47 @@ PROMPTS = 25
 """Prompts that the paper fits equation 5 to."""
 
 
-def _draft_choice(h: Halves, cell: str) -> list[Document]:
+def draft_choice(quick: bool, temperature: float = 0.0) -> list[Document]:
     """The paper's rule (section 5): equation 5 from :data:`PROMPTS` prompts to each draft's
-    acceptance by ordinary least squares, then the draft of the largest equation 1."""
-    rows, drafts = [], ("small", "medium")
+    acceptance by ordinary least squares, then the draft of the largest equation 1; on the demo's
+    prompts and more of held-out code."""
+    drafts, more = ("small", "medium"), code_prompts(code_documents(True))[PROMPTS_PER_CATEGORY:]
+    prompts = [*demo_workload(), *({"turns": [text], "category": "code"} for text in more)]
+    workload = make_workload("choice", (Line(f"choice:{n}", p) for n, p in enumerate(prompts)))
+    options: dict[str, Any] = {"workload": workload, "count": 460, "tokens": 64, "trees": False}
+    options["verifier"] = "rejection" if temperature else "coupled"
+    h = halves(state_folder(quick), temperature, quick, **options)
+    rows, places = [], range(len(h.trace.trajectories))
     texts = [t.prompt_ids.tolist() for t in h.trace.trajectories]
     first, rest = h.fit[:PROMPTS], [*h.fit[PROMPTS:], *h.test]
     known = np.array([(len(ids), log_perplexity(h.pair.target, ids)) for ids in texts])
     alphas = np.stack([_acceptance(h, draft) for draft in drafts])
-    for r, (name, shares) in product((4, 8, 16), WEIGHTS_READ.items()):
-        terms = TfidfVectorizer(analyzer=list, max_features=r - 2).fit([texts[i] for i in first])
-        u = np.hstack([known, terms.transform(texts).toarray()])
-        z = np.linalg.lstsq(u[first], alphas[:, first].T, rcond=None)[0]
-        alpha = np.clip(u @ z, 0.01, 0.98)[:, :, None]
-        gamma = np.arange(1, 9)
-        speeds = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-        speeds = speeds / (gamma * np.array(shares)[:, None] + 1)
-        picks = speeds.max(2).argmax(1)
-        steps = dict(zip(drafts, shares, strict=True))
-        profile = published(h.pair.id, flat(1.0), steps)
-        policies = [analytic(draft) for draft in drafts]
-        seconds = np.stack(
-            [replayed(h, p, profile, places=range(len(texts))).seconds for p in policies]
-        )
+    read = {
+        name: published(h.pair.id, flat(1.0), dict(zip(drafts, shares, strict=True)))
+        for name, shares in WEIGHTS_READ.items()
+    }
+    profiles = {name: costs(quick)[name] for name in ("h100", "70b")} | read
+    for name, profile in profiles.items():
+        steps = np.array([profile.terms[f"pass/{draft}"].seconds[0] for draft in drafts])
+        shares = steps / profile.terms["target"].seconds[0]
+        replays = [replayed(h, analytic(d), profile, places=places) for d in drafts]
+        seconds = np.stack([replay.seconds for replay in replays])
         single = int(seconds[:, first].sum(1).argmin())
-        chosen = seconds[picks, np.arange(len(texts))][rest]
         oracle = over(seconds[single, rest], seconds[:, rest].min(0))[0]
-        place = f"{len(rest)} prompts, {name}, r {r}, {cell}"
-        why = f"alone: {drafts[single]}; a perfect choice {oracle:.3f}"
-        rows.append(row("choice", place, over(seconds[single, rest], chosen), why))
+        for r in (4, 8, 16):
+            words = TfidfVectorizer(analyzer=list, max_features=r - 2)
+            words.fit([texts[i] for i in first])
+            u = np.hstack([known, words.transform(texts).toarray()])
+            z = np.linalg.lstsq(u[first], alphas[:, first].T, rcond=None)[0]
+            alpha = np.clip(u @ z, 0.01, 0.98)[:, :, None]
+            gamma = np.arange(1, 9)
+            speeds = (1 - alpha ** (gamma + 1)) / (1 - alpha) / (gamma * shares[:, None] + 1)
+            picks = speeds.max(2).argmax(1)[rest]
+            place = f"{len(rest)} prompts, {name}, r {r}, temperature {temperature:g}"
+            why = f"alone: {drafts[single]}, chosen for {(picks == single).mean():.0%}"
+            why += f"; a perfect choice {oracle:.3f}"
+            ours = over(seconds[single, rest], seconds[picks, rest])
+            rows.append(row("choice", place, ours, why))
     return rows
 
 
@@ -399,41 +413,6 @@ def _acceptance(h: Halves, draft: str) -> np.ndarray:
     """Single token accuracy of each request, by rounds of one token."""
     counts = replayed(h, chain(draft, 1), places=range(len(h.trace.trajectories))).counts.T
     return np.asarray(counts[ACCEPTED] / np.maximum(1, counts[ROUNDS]))
-
-
-# ---------------------------------------------------------------------------------------- DynaSpec
-
-
-def dynaspec(quick: bool) -> list[Document]:
-    """Shortlists of 22% of the vocabulary, greedy, of chains of 5 tokens."""
-    h = recorded(0.0, quick)
-    h = replace(h, test=h.test[: 3 if quick else 60])
-    order = fit_fr_spec(h.store, h.recording, h.pair).artifact
-    rows = []
-    for draft in ("medium",) if quick else ("medium", "head", "small"):
-        output, where = h.pair.models[draft].output.rows, (h.store, h.recording, h.pair)
-        router = fit_router(*where, draft).artifact
-        size, clusters = round(0.22 * output), round(0.22 * 64)
-        shortlists = {
-            "FR-Spec": {"kind": "frequency", "size": size, "artifact": order},
-            "PA-FR": {"kind": "position_frequency", "k_max": 2 * size, "artifact": order},
-            "as many": {"kind": "clusters", **dict.fromkeys(("k0", "k1", "k_min"), clusters)},
-            "fewer by step": {"kind": "clusters", "k0": 2 * clusters, "k1": clusters, "k_min": 6},
-        }
-        whole = chain(draft, DEPTH)
-        rounds = {"all": replayed(h, whole).counts[:, ROUNDS]}
-        for name, shortlist in shortlists.items():
-            shortlist = {"artifact": router} | shortlist
-            rounds[name] = replayed(h, whole | {"shortlist": shortlist}).counts[:, ROUNDS]
-        for claim, base, new in (
-            ("frequent", "all", "FR-Spec"),
-            ("full", "all", "fewer by step"),
-            ("routed", "FR-Spec", "as many"),
-            ("decayed", "as many", "fewer by step"),
-            ("decayed order", "FR-Spec", "PA-FR"),
-        ):
-            rows.append(row(claim, f"{draft}, chain of 5", over(rounds[base], rounds[new])))
-    return rows
 
 
 # ----------------------------------------------------------------------------- verifier, our score
@@ -582,8 +561,11 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "c2t_ablations": c2t_ablations,
     "c2t_sampled": partial(c2t, temperature=1.0),
     "dynaspec": dynaspec,
+    "dynaspec_sampled": partial(dynaspec, temperature=1.0),
     "on_the_fly": on_the_fly,
     "on_the_fly_sampled": partial(on_the_fly, temperature=1.0),
+    "on_the_fly_choice": draft_choice,
+    "on_the_fly_choice_sampled": partial(draft_choice, temperature=1.0),
     "verifier": verifier,
     "joint": joint,
 }

@@ -44,7 +44,7 @@ def demo_workload() -> tuple[Prompt, ...]:
 def make_prompts(code: Sequence[Document], prose: Sequence[Document]) -> tuple[Prompt, ...]:
     """Prompts cut from held-out documents, the categories in turn (code, prose, math, code, ...),
     so that any prefix is balanced: a hundred of each, or as many as the smallest category has."""
-    columns = {"code": _code_prompts(code), "prose": _prose_prompts(prose), "math": _math_prompts()}
+    columns = {"code": code_prompts(code), "prose": _prose_prompts(prose), "math": _math_prompts()}
     count = min(PROMPTS_PER_CATEGORY, *(len(texts) for texts in columns.values()))
     return tuple(
         Prompt(id=f"{category}-{index:03d}", category=category, turns=[columns[category][index]])
@@ -71,7 +71,7 @@ def _mixed(groups: dict[str, list[str]]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _code_prompts(documents: Sequence[Document]) -> list[str]:
+def code_prompts(documents: Sequence[Document]) -> list[str]:
     """Module text that ends with a function's header and, where it has one, docstring."""
     return _mixed({document.key: _code_cuts(document.text) for document in documents})
 

@@ -4,6 +4,7 @@ on demand, and what `tune` executes."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from pairs import chain, make_pair
 from synthetic import flat_profile, over_rows, with_terms
 
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.fit.dynaspec import cluster
+from spectune.optimizer.fit.corpus import corpus_tokens
+from spectune.optimizer.fit.dynaspec import EVERY, LEVELS, cluster, examples
 from spectune.optimizer.fit.shared import texts_to_fit
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tune import TuneOptions, tune
@@ -135,20 +137,62 @@ def test_fitted_shortlists_are_recorded_and_simulated(door: Door) -> None:
             assert not simulated.get("approximate")
 
 
-def test_a_corpus_is_counted_and_other_options_are_named(door: Door, tmp_path: Path) -> None:
-    file = tmp_path / "corpus.txt"
-    file.write_text("the quick brown fox " * 5)
+def test_a_corpus_is_fitted_to_and_other_options_are_named(door: Door, tmp_path: Path) -> None:
+    """Text, JSON lines and folders, of which what is no text is skipped."""
+    file, folder = tmp_path / "corpus.txt", tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    file.write_text("the quick brown fox\n" * 5)
+    (folder / "picture").write_bytes(b"\x89PNG\0\xff" * 50)
+    rows: list[dict[str, Any]] = [{"text": "the quick brown fox"}] * 4
+    rows += [{"id": "a", "messages": [{"role": "user", "content": "the quick brown fox"}]}]
+    (folder / "below" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     counted = door.json("fit frequencies", corpus=file)
     assert counted["corpus"] == [str(file)]
-    assert counted["tokens"] > 5
+    below = door.json("fit frequencies", corpus=folder)
+    assert min(counted["tokens"], below["tokens"]) > 5
     with opened(door.db) as store:
         artifact = store.get_artifact(counted["artifact"])
     order = Frequencies.from_document(artifact.document, artifact.arrays)
     assert sorted(order.order.tolist()) == list(range(order.vocab))
+    router = door.json("fit router --draft near --clusters 8", corpus=folder)
+    assert router["examples"] > below["tokens"]  # the draft's own go on from there
     assert "--draft is needed" in door.error("fit router")
     assert "no such draft" in door.error("fit router --draft nothing")
     (tmp_path / "empty.txt").write_text("")
     assert "no tokens" in door.error("fit frequencies", corpus=tmp_path / "empty.txt")
+    assert "No such file" in door.error("fit frequencies", corpus=tmp_path / "missing")
+    assert "not UTF-8 text" in door.error("fit frequencies", corpus=folder / "picture")
+    (tmp_path / "bad.jsonl").write_text('{"id": 3}\n')
+    assert "no text under text" in door.error("fit frequencies", corpus=tmp_path / "bad.jsonl")
+
+
+def test_lines_of_a_corpus_are_read_once(pair: LoadedPair, tmp_path: Path) -> None:
+    """Of files of many pieces, in any order."""
+    lines = [f"line {i} " + "x" * (i * 37 % 900) for i in range(300)]
+    (tmp_path / "long.txt").write_text("\n".join(lines))
+    rows = (json.dumps({"text": line}) for line in lines)
+    (tmp_path / "long.jsonl").write_text("\n".join(rows))
+    for name, seed in (("long.txt", None), ("long.jsonl", 3)):
+        read = [pair.text(ids) for ids, _ in corpus_tokens(pair, [str(tmp_path / name)], seed=seed)]
+        numbers = re.findall(r"line (\d+)", "\n".join(read))
+        assert len(read) > 5
+        assert sorted(map(int, numbers)) == list(range(300))
+
+
+def test_examples_after_drafted_tokens_are_those_of_a_text_with_them(pair: LoadedPair) -> None:
+    """What the draft goes on with greedily is read as if it were text."""
+    ids, labels = np.random.default_rng(2).integers(5, 200, 24).tolist(), 3
+    x, top = next(examples(pair, "near", [(ids, 1)], labels))
+    count, starts = len(ids) - 1, range(1, len(ids), EVERY)
+    for n, start in enumerate(starts):
+        text = ids[: start + 1]
+        for level in range(1, 1 + LEVELS):
+            above = start - 1 if level == 1 else count + (level - 2) * len(starts) + n
+            text = [*text, int(top[above, 0])]
+            inputs, best = next(examples(pair, "near", [(text, len(text) - 1)], labels))
+            at = count + (level - 1) * len(starts) + n
+            np.testing.assert_allclose(x[at], inputs[0], atol=1e-4)
+            assert top[at].tolist() == best[0].tolist()
 
 
 def test_clusters_are_of_directions() -> None:

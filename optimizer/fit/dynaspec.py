@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -43,8 +42,8 @@ BATCH: Final = 256
 LABELS: Final = 8
 """L: most probable tokens of the draft whose clusters are positive. The paper names none of these
 figures."""
-LEVELS: Final = 4
-"""Tokens that the draft goes on with after each token of a text."""
+LEVELS, EVERY = 4, 4
+"""Tokens that the draft goes on with, after one token of a text in so many."""
 ROWS: Final = 256
 """Contexts whose distributions are there at a time."""
 WINDOW: Final = 512
@@ -71,8 +70,8 @@ def fit_router(
     progress: Progress = silent,
 ) -> StoredFit:
     """Stores clusters of a draft's output head with a router trained on what the draft says over
-    the outputs of a recording, or over a ``corpus`` (:func:`corpus_tokens`), about ``contexts`` of
-    it drawn at random.
+    the outputs of a recording, or over about ``contexts`` tokens of a ``corpus``
+    (:func:`corpus_tokens`) drawn at random.
 
     ``clusters``: M, by default :func:`default_clusters`; ``labels``: L. Raises PolicyError for a
     draft without an output head, TraceError for a recording of another pair or without an output,
@@ -90,14 +89,14 @@ def fit_router(
             f"fit.clusters {count}: the output head of draft {draft!r} has {output.rows} rows; ask "
             "for at most so many"
         )
-    source: dict[str, Any] = {"corpus": list(corpus), "most_contexts": contexts}
+    source: dict[str, Any] = {"corpus": list(corpus), "contexts": contexts}
     if corpus:
         texts = corpus_texts(pair, draft, corpus, contexts, seed, progress)
     else:
         recorded = texts_to_fit(store, recording, pair.spec)
         source = {"recording": recording, "request_ids": [t.request_id for t in recorded]}
         whole = ((t.prompt_ids.tolist(), t.output_ids.tolist()) for t in recorded)
-        texts = iter([([*prompt, *out], max(0, len(prompt) - 1)) for prompt, out in whole])
+        texts = iter([([*prompt, *out], len(prompt) - 1) for prompt, out in whole])
     progress("clusters", 0, 1)
     partition = cluster(output.weight.cpu().float().numpy(), count, seed=seed)
     progress("clusters", 1, 1)
@@ -122,7 +121,7 @@ def fit_router(
         "pair": pair.id,
         "draft": draft,
         **described,
-        "contexts": number,
+        "examples": number,
         "label_tokens": labels,
         "epochs": epochs,
         "seed": seed,
@@ -178,28 +177,34 @@ def corpus_texts(
         for at in range(0, len(ids), window):
             text = ids[at : at + window]
             yield text, 0
-            read += len(text) * (1 + LEVELS)
+            read += len(text)
         progress("contexts", min(read, contexts), min(contexts, round(read / share)))
         if read >= contexts:
             return
 
 
 def examples(
-    pair: LoadedPair, draft: str, texts: Iterator[tuple[list[int], int]], labels: int
+    pair: LoadedPair, draft: str, texts: Iterable[tuple[list[int], int]], labels: int
 ) -> Iterator[tuple[FloatArray, npt.NDArray[np.int64]]]:
-    """What a draft says after the tokens of texts from a first one on, and after :data:`LEVELS`
-    tokens of its own from each, some at a time: float32 [n, d_e + d], the embedding of the current
-    token and the state of the one before it, and int64 [n, labels], the most probable rows of its
-    output head."""
-    parts = (part for ids, first in texts for part in _contexts(pair, draft, ids, first, labels))
-    while head := next(parts, None):
-        most = PART_BYTES // (head[0].element_size() * head[0].numel())
-        inputs, top = zip(head, *islice(parts, max(0, most)), strict=True)
+    """What a draft says after the tokens of texts from a first one on, and after :data:`LEVELS` of
+    its own, some examples at a time: float32 [n, d_e + d], the embedding of the current token and
+    the state of the one before it, and int64 [n, labels], the most probable rows of its output
+    head."""
+    inputs, top, size = list[Tensor](), list[Tensor](), 0
+    for ids, first in texts:
+        for x, best in _examples_of(pair, draft, ids, first, labels):
+            inputs.append(x)
+            top.append(best)
+            size += x.nbytes
+        if size > PART_BYTES:
+            yield torch.cat(inputs).numpy(), torch.cat(top).numpy()
+            inputs, top, size = [], [], 0
+    if inputs:
         yield torch.cat(inputs).numpy(), torch.cat(top).numpy()
 
 
 @torch.no_grad()
-def _contexts(
+def _examples_of(
     pair: LoadedPair, draft: str, ids: list[int], first: int, labels: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """:func:`examples` of one text."""
@@ -209,26 +214,27 @@ def _contexts(
         return
     text, outs = torch.tensor(ids, device=device), hidden_states(pair, draft, ids)
     levels = min(LEVELS, pair.context([draft]).positions - size)
-    model.reserve(size + ROWS * levels, keep=True)
+    model.reserve(size + levels * ROWS // EVERY, keep=True)
     for at in range(first, size, ROWS):
-        starts = torch.arange(at, min(size, at + ROWS), device=device)
-        n = len(starts)
-        seen = torch.zeros(n, size + n * levels, dtype=torch.bool, device=device)
-        seen[:, model.first_slot : size] = torch.arange(model.first_slot, size) <= starts[:, None]
-        tokens, before, out = text[starts], outs[starts - 1], outs[starts]
+        places = torch.arange(at, min(size, at + ROWS), device=device)
+        tokens, before, out = text[places], outs[places - 1], outs[places]
         for level in range(1 + levels):
+            if level == 1:
+                places, tokens, before, out = (x[::EVERY] for x in (places, tokens, before, out))
+                n = len(places)
+                seen = torch.arange(size + n * levels, device=device) <= places[:, None]
+                seen[:, : model.first_slot] = False
             if level:
-                slots = size + n * (level - 1) + torch.arange(n, device=device)
+                slots = torch.arange(n, device=device) + size + n * (level - 1)
                 seen[torch.arange(n), slots] = True
                 fed = {"hidden": before, "recurrent": True} if model.feature_size else {}
                 view = seen[:, : size + n * level].contiguous()
-                out = model.run(tokens, starts + level, slots, view, logits=0, **fed)[1].clone()
+                out = model.run(tokens, places + level, slots, view, logits=0, **fed)[1].clone()
             output = model.output
             logits = torch.nn.functional.linear(model.state(out), output.weight, output.bias)
             best = logits.topk(labels, dim=-1).indices.cpu()
-            x = torch.cat([model.embedded(tokens), model.state(before)], 1)
-            yield x.float().cpu(), best
-            tokens, before = torch.from_numpy(output.ids[best[:, 0]]).to(device), out
+            yield torch.cat([model.embedded(tokens), model.state(before)], 1).float().cpu(), best
+            tokens, before = torch.from_numpy(output.ids[best[:, 0].numpy()]).to(device), out
 
 
 def hidden_states(pair: LoadedPair, draft: str, ids: Sequence[int]) -> Tensor:
