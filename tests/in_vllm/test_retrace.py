@@ -69,7 +69,7 @@ def send(url: str, temperature: float = 0.0, clients: int = 4) -> None:
 def send_noted(server: OwnServer, **how: Any) -> list[dict[str, Any]]:
     """Sends the prompts; what the agent noted of them."""
     before = len(served_lines(server.folder))
-    send(server.address.url, **how)
+    send(server.url, **how)
     eventually(lambda: len(served_lines(server.folder)) == before + len(PROMPTS))
     return served_lines(server.folder)[before:]
 
@@ -140,7 +140,7 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
         target = mtp.checkpoint(tmp_path / "mtp", steps=60, rows=64)
         spec = PairSpec(target=str(target), methods=("mtp",))
     with serving(spec, method) as server:
-        url, folder = server.address.url, server.folder
+        url, folder = server.url, server.folder
         where: dict[str, Any] = {"url": url, "folder": folder, "db": database}
         served = {MOST: send_noted(server)}
         greedy = followed(folder, database, 0.0)
@@ -174,7 +174,7 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
         with serving(spec, method, **NONE) as server:
             send_noted(server)
             recording = followed(server.folder, again, 0.0)
-            where = {"url": server.address.url, "folder": server.folder, "db": again}
+            where = {"url": server.url, "folder": server.folder, "db": again}
             result = retrace(recording, **where)
         assert result.data["requests"] == result.data["texts"] == len(forced)
         assert panoramas(again, recording, draft) == forced
