@@ -482,12 +482,12 @@ def write_part(
     state, path = ROOT / ".acceptance" / ("quick" if quick else "."), RESULTS / "map.json"
     state.mkdir(parents=True, exist_ok=True)
     began = time.process_time()
-    made = measure(state, quick)
-    made |= {"core_seconds": round(time.process_time() - began), "environment": environment()}
+    part = measure(state, quick)
+    part |= {"core_seconds": round(time.process_time() - began), "environment": environment()}
     if quick:
         return
-    figures = {**json.loads(path.read_text()), name: made}
-    cells = made.pop("cells", figures.pop("cells", []))
+    figures = {**json.loads(path.read_text()), name: part}
+    cells = part.pop("cells", figures.pop("cells", []))
     text = json.dumps({**figures, "cells": []}, indent=1)
     rows = ",\n".join(map(json.dumps, cells))
     path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import tomllib
 
+import pytest
 from click.shell_completion import get_completion_class
 from doors import ROOT
 
@@ -33,9 +34,13 @@ def test_the_demo_pair_is_in_the_wheel() -> None:
     assert {"pair.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in found}
 
 
-def test_the_template_of_pages_is_in_the_wheel() -> None:
-    (file,) = PROJECT["tool"]["setuptools"]["package-data"]["spectune.optimizer.report"]
-    assert (ROOT / "optimizer" / "report" / file).is_file()
+@pytest.mark.parametrize(
+    ("folder", "file"), [("optimizer/report", "page.html"), ("optimizer", "map_cells.json")]
+)
+def test_what_commands_read_is_in_the_wheel(folder: str, file: str) -> None:
+    package = f"spectune.{folder.replace('/', '.')}"
+    assert PROJECT["tool"]["setuptools"]["package-data"][package] == [file]
+    assert (ROOT / folder / file).is_file()
 
 
 def test_a_shell_completes_as_the_page_says() -> None:

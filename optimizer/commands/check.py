@@ -135,14 +135,14 @@ def _advice(checked: Check) -> str:
 
 def _nearest(checked: Check, pair: LoadedPair, temperature: float) -> Cell | None:
     """The map's cell for the draft that is advised."""
-    if checked.slope is None or not (rows := [r for r in checked.rows if r["speedup"]]):
+    rows = [row for row in checked.rows if row["speedup"]]
+    if checked.slope is None or not rows:
         return None
     best = max(rows, key=lambda row: row["speedup"])
-    draft = best["draft"]
-    (first,) = (r for r in rows if (r["draft"], r["K"]) == (draft, 1))
+    draft, cost = best["draft"], best["draft_step"] or 0.0
+    first = next(row["conditional"] for row in rows if row["draft"] == draft)  # K=1
     kind = "head" if draft in pair.heads else "ngram" if draft == "ngram" else "model"
-    cost = best["draft_step"] or 0.0
-    return nearest_cell(kind, temperature, first["conditional"], cost, checked.slope)
+    return nearest_cell(kind, temperature, first, cost, checked.slope)
 
 
 def _about(minutes: float) -> str:
