@@ -15,7 +15,7 @@ from spectune.traces.errors import WorkloadError
 from spectune.traces.text import shortened
 from spectune.traces.workloads import PROMPTS
 
-PIECE: Final = 1 << 14
+PIECE: Final = 1 << 12
 """Bytes of a piece, about: it ends with the line that reaches so far."""
 LONGEST_LINE: Final = 1 << 22
 KEYS: Final = ("text", "content", "value", *PROMPTS, "completion", "answer")
