@@ -317,7 +317,7 @@ def served_rounds() -> list[str]:
         "Greedy texts of the demo target, served with 0 to 8 draft tokens and by two tables, one "
         "request at a time and eight, float32 on a CPU. Each round is held against two recordings: "
         "of a server that accepts no drafts, and of forced requests; at temperature 0.8 against "
-        "the text that was served (`make acceptance-vllm ARGS=\"--only rounds\"`)."
+        'the text that was served (`make acceptance-vllm ARGS="--only rounds"`).'
     )
     columns = ("positions, no acceptance", "forced", "proposals that differ", "first position")
     names = ("draft", *columns, "rounds, differ", "at 0.8: rounds, differ")

@@ -22,6 +22,7 @@ from pairs import chain
 from spectune.demo.corpus import code_documents, package_documents, prose_documents
 from spectune.optimizer.fit.dynaspec import fit_router, hidden_states
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
+from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.dynaspec import Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.shortlists import Router
@@ -99,13 +100,15 @@ class Fits:
 
 
 def fit(h: Halves, draft: str, quick: bool) -> Fits:
-    """Fits to the training text; how many clusters are as many tokens is read off the half that is
-    fitted to."""
+    """Fits to the training text, a router unless there is one; how many clusters are as many tokens
+    is read off the half that is fitted to."""
     names, output = [str(training_text(h.pair.spec.name, quick))], h.pair.models[draft].output
     where, size = (h.store, h.recording, h.pair), round(SHARE * output.rows)
     order = fit_fr_spec(*where, corpus=names).artifact
-    number = 3000 if quick else CONTEXTS
-    router = fit_router(*where, draft, corpus=names, contexts=number).artifact
+    about = {"draft": draft, "corpus": names, "contexts": 3000 if quick else CONTEXTS}
+    stored = h.store.list_artifacts(ROUTER, h.pair.id)
+    same = [a.id for a in stored if about.items() <= h.find(a.id).document.items()]
+    router = same[0] if same else fit_router(*where, **about).artifact
     of_order, of_router = h.find(order), h.find(router)
     rank = Frequencies.from_document(of_order.document, of_order.arrays).rank[output.ids]
     routing = Routing.from_document(of_router.document, of_router.arrays)
@@ -123,7 +126,8 @@ def training_text(pair: str, quick: bool) -> Path:
     path = state_folder(quick) / f"corpus-{pair}.jsonl"
     if not path.exists():
         texts = [*code_documents(False), *prose_documents(False)]
-        texts += () if pair == "demo" else package_documents(INSTALLED, False)
+        if pair != "demo" and not quick:
+            texts += package_documents(INSTALLED, False)
         path.write_text("".join(json.dumps({"text": t.text}) + "\n" for t in texts))
     return path
 
