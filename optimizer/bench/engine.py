@@ -1,5 +1,5 @@
-"""An engine under a load as a bench: a unit is a run of every load with some of the texts. It costs
-the inverse of what the objective makes of it, in the geometric mean of the loads."""
+"""An engine under a load as a bench: a unit is a short run of every load with some of the texts. It
+costs the inverse of what the objective makes of it, in the geometric mean of the loads."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ from spectune.traces.tables import Recording, Trajectory
 
 UNITS: Final = 8
 """Most units of a part; each has texts of its own."""
+LEAST_REQUESTS: Final = 4
+"""Fewest requests that a unit serves of a load; else two for each client."""
+ARRIVALS_S: Final = 10.0
+"""Seconds of arrivals that a unit serves."""
 LEAST_SPREAD: Final = 0.02
 """A predicted ratio of two policies is taken to be no surer than this."""
 
@@ -42,7 +46,8 @@ LEAST_SPREAD: Final = 0.02
 class EngineBench:
     """What an engine recorded, by which policies are simulated under ``loads``: its ``rules``, what
     its steps cost, its texts, from their second token on, and their ``parts``. Each load serves
-    ``count`` requests, or as many as arrive, from the first text again where there are fewer.
+    ``count`` requests, or as many as arrive, from the first text again where there are fewer; of a
+    unit some of them (:meth:`unit_load`).
     ``unserved``: drafts of the pair with which no step was recorded. ``start`` returns a server for
     what is wanted; without it policies are only predicted. ``loaded``: the draft of the one server
     that there is (``none``: none); None: a server is started for each draft."""
@@ -111,9 +116,26 @@ class EngineBench:
         """The texts that are searched on."""
         return self._traces["search"][0]
 
-    def simulate(self, policy: Policy, load: Load, trace: ReplayTrace | None = None) -> Simulated:
-        """A policy under a load on some of the texts (None: on all). Raises PolicyError where the
-        engine cannot run it, or where too little was served to know what it costs."""
+    def unit_load(self, load: Load, part: PartName, unit: int) -> tuple[Load, int]:
+        """What a unit serves of a load, and the number of its requests: two for each client, or
+        what arrives in :data:`ARRIVALS_S` seconds, where each unit begins at another place."""
+        if not load.arrivals:
+            return load, min(self.count, max(LEAST_REQUESTS, 2 * load.clients))
+        first = unit * len(load.arrivals) // self.units(part)
+        moments = np.array(load.arrivals[first:]) - load.arrivals[first]
+        moments = moments[: max(LEAST_REQUESTS, int((moments <= ARRIVALS_S).sum()))]
+        return Load(arrivals=tuple(moments.tolist())), len(moments)
+
+    def simulate(
+        self,
+        policy: Policy,
+        load: Load,
+        trace: ReplayTrace | None = None,
+        count: int | None = None,
+    ) -> Simulated:
+        """A policy under a load on some of the texts (None: on all), by so many requests (None:
+        ``self.count``). Raises PolicyError where the engine cannot run it, or where too little was
+        served to know what it costs."""
         server: dict[str, Any] = {"draft": policy.draft, "most": policy.gamma_max}
         server["max_num_seqs"] = self.rules.max_num_seqs
         tables = self.engine.tables(policy, **server)
@@ -124,7 +146,7 @@ class EngineBench:
             load,
             self.rules,
             self.costs.of(self.server_draft(policy), [g for t in tables.values() for g in t[1:]]),
-            count=self.count,
+            count=self.count if count is None else count,
         )
 
     def simulate_loads(self, policy: Policy, trace: ReplayTrace) -> dict[str, Simulated]:
@@ -133,7 +155,13 @@ class EngineBench:
 
     def predict(self, policy: Policy, part: PartName) -> Prediction:
         """``speed`` is the geometric mean of what the objective makes of the loads."""
-        units = [self.simulate_loads(policy, trace) for trace in self._traces[part]]
+        units = []
+        for n, trace in enumerate(self._traces[part]):
+            loads = {name: self.unit_load(load, part, n) for name, load in self.loads.items()}
+            units.append({
+                name: self.simulate(policy, load, trace, count)
+                for name, (load, count) in loads.items()
+            })  # fmt: skip
         costs = np.array([self.cost([s.served for s in unit.values()]) for unit in units])
         speed = float(self._scale / np.exp(np.log(costs).mean()))
         runs = [run_of(name, one) for unit in units for name, one in unit.items()]
@@ -189,7 +217,8 @@ class EngineExecution:
         options = DecodeOptions(bench.info.sampling, max(t.max_new_tokens for t in texts))
         served = {}
         for name, load in bench.loads.items():
-            prompts = numbered(map(_prompt, texts), len(load.arrivals) or bench.count)
+            load, count = bench.unit_load(load, self.part, unit)
+            prompts = numbered(map(_prompt, texts), count)
             running = self._server(policy)
             answered = list(execute(running, prompts, policy, load, options))
             served[name] = served_of(answered)
