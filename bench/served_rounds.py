@@ -40,7 +40,7 @@ from spectune.traces.schema import Sampling
 MOST, SEATS, TOKENS, COUNT = 8, 8, 64, 10
 DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}
 TABLES = ({"1": 6, "3": 0, "6": 2}, {"1": 8, "2": 5, "4": 3, "7": 1})
-ONE_PROCESS = "--distributed-executor-backend uni"
+SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
 TEMPERATURE, SAMPLED_COUNT = 0.8, 128
 OF_TAU = (1, 2, 4)
 """Tokens whose mean accepted length is predicted from texts at temperature 0.8."""
@@ -96,7 +96,7 @@ class Drafter:
         path = self.spec.drafts.get(self.draft)
         config = speculative_config(path, MOST, SEATS, self.method) | more
         arguments = f"--enable-prefix-caching --speculative-config '{json.dumps(config)}'"
-        os.environ |= {"SPECTUNE_VLLM_ARGS": f"{ONE_PROCESS} {arguments}"}
+        os.environ |= {"SPECTUNE_VLLM_ARGS": f"{SMALL} {arguments}"}
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         length = max(len(prompt.ids) for prompt in self.prompts(SAMPLED_COUNT)) + self.tokens
         server = OwnServer(self.spec, Wanted(self.draft, MOST, SEATS, length, threads=1))

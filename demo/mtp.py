@@ -157,8 +157,7 @@ def write_texts(teacher: Teacher, windows: Windows, rows: int) -> Tensor:
     temperatures = torch.rand(rows, generator=generator)
     temperatures[rows // 4 :] = 0.0
     prefixes = windows.prefixes(rows, LENGTH // 8, generator)
-    with torch.autocast("cpu", torch.bfloat16):
-        written = generate(teacher.target, prefixes, LENGTH, temperatures, generator)
+    written = generate(teacher.target, prefixes, LENGTH, temperatures, generator)
     return written.to(torch.int16)
 
 

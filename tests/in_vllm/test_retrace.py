@@ -31,6 +31,7 @@ from spectune.traces.tables import Panorama
 MOST, TOKENS = 6, 20
 PROMPTS = [line["turns"][0] for line in demo_workload()][::12][:4]
 METHODS = {"draft_model": "small", "ngram": "ngram", "mtp": "mtp"}
+SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
 NONE = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * MOST}
 
 
@@ -42,7 +43,7 @@ def serving(spec: PairSpec, method: str, **more: Any) -> Iterator[OwnServer]:
     del config["num_speculative_tokens_per_batch_size"]
     arguments = f"--speculative-config '{json.dumps(config)}' --enable-prefix-caching"
     about = {
-        "SPECTUNE_VLLM_ARGS": f"--distributed-executor-backend uni {arguments}",
+        "SPECTUNE_VLLM_ARGS": f"{SMALL} {arguments}",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     with pytest.MonkeyPatch.context() as patch:
