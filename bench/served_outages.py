@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,7 @@ from vllm_engine import PROMPTS, SCHEDULER, engine
 from vllm_faults import full, mounts, unmount
 from waiting import eventually
 
+from spectune.runtime.pair import read_pair
 from spectune.traces.tables import Trajectory
 
 REQUESTS_S = 100
@@ -112,46 +113,49 @@ def _follow_through(
     `follow` runs through the first two."""
     seconds, kills = (5.0, 2) if quick else (60.0, 20)
     (folder := parent / "rounds").mkdir()
-    is_mounted = mounts("-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder)
     door, spawn = Door(str(database)), multiprocessing.get_context("spawn")
-    with opened(database):
-        stop, queue = spawn.Event(), spawn.Queue()
-        writer = spawn.Process(target=serve_until, args=(stop, queue, str(folder), REQUESTS_S))
-        writer.start()
-        assert writer.pid is not None
-        try:
-            follow = door.start("follow", folder)
-            eventually(lambda: _is_caught_up(database, folder))
-            memory = Memory({"follow": follow.pid, "agent": writer.pid})
-            time.sleep(seconds / 2)
-            with away():
-                time.sleep(seconds)
-            eventually(lambda: _is_caught_up(database, folder), 600)
-            if is_mounted:
-                with full(folder):
-                    time.sleep(seconds / 3)
-            eventually(lambda: _is_caught_up(database, folder), 600)
-            time.sleep(seconds / 2)
-            growth = memory.growth()
-            chance = np.random.default_rng(0)
-            for _ in range(kills):
-                time.sleep(float(chance.uniform(0.1, 3)))
-                follow.kill()
-                follow.wait(60)
-                follow = door.start("follow", folder)
-            eventually(lambda: _is_caught_up(database, folder), 600)
-        finally:
-            stop.set()
-        totals: Totals = queue.get(timeout=120)
+    stop, queue = spawn.Event(), spawn.Queue()
+    pair = read_pair("demo")
+    models = pair.target, pair.drafts["small"]
+    writer = spawn.Process(
+        target=serve_until, args=(stop, queue, str(folder), REQUESTS_S, *models), daemon=True
+    )
+    with ExitStack() as stack:
+        is_mounted = mounts("-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder)
+        if is_mounted:
+            stack.callback(unmount, folder)
+        with opened(database):
+            writer.start()
+            stack.callback(stop.set)
+        follow = door.start("follow", folder, pair="demo")
+        _await_stored(database, folder)
+        memory = Memory({"follow": follow.pid, "agent": writer.pid or 0})
+        time.sleep(seconds / 2)
+        with away():
+            time.sleep(seconds)
+        _await_stored(database, folder)
+        if is_mounted:
+            with full(folder):
+                time.sleep(seconds / 3)
+        _await_stored(database, folder)
+        time.sleep(seconds / 2)
+        growth, chance = memory.growth(), np.random.default_rng(0)
+        for _ in range(kills):
+            _await_stored(database, folder)  # it has begun
+            time.sleep(float(chance.uniform(0, 1)))
+            follow.kill()
+            follow.wait(60)
+            follow = door.start("follow", folder, pair="demo")
+        _await_stored(database, folder)
+        stop.set()
+        totals: Totals = queue.get(timeout=300)
         follow.kill()
         follow.wait(60)
-        door.json("follow", folder, once=True)
-        if is_mounted:
-            unmount(folder)
+        door.json("follow", folder, pair="demo", once=True)
     outages = {"outages": 1, "full_disks": int(is_mounted), "kills": kills, "memory": growth}
-    stored = _ids(database)
     unaccounted = totals["served"] - totals["noted"] - totals["dropped"]
-    figures = {**totals, **_compare(totals["noted"], stored), "unaccounted": unaccounted, **outages}
+    stored = _compare(totals["noted"], _ids(database))
+    figures = {**totals, **stored, "unaccounted": unaccounted, **outages}
     say(figures)
     return figures
 
@@ -166,10 +170,10 @@ def _compare(noted: int, stored: list[str]) -> Totals:
     return {"stored": len(stored), "lost": noted - distinct, "doubled": len(stored) - distinct}
 
 
-def _is_caught_up(database: Path | str, folder: Path) -> bool:
-    """Whether nothing that was noted a second ago waits."""
-    noted: int = status(folder)["noted"]
-    return len(_ids(database)) >= noted > 0
+def _await_stored(database: Path | str, folder: Path) -> None:
+    """Returns once all is stored that the agent says now to have noted."""
+    noted = status(folder)["noted"] + 1
+    eventually(lambda: len(_ids(database)) >= noted, 600)
 
 
 def _in_vllm(parent: Path, quick: bool) -> Totals:
@@ -182,7 +186,7 @@ def _in_vllm(parent: Path, quick: bool) -> Totals:
     def disturb() -> None:
         try:
             follow = door.start("follow", folder, pair="demo")
-            eventually(lambda: _is_caught_up(file, folder))
+            _await_stored(file, folder)
             with _locked(file):
                 time.sleep(seconds)
             for _ in range(kills):

@@ -236,13 +236,18 @@ class Faults:
             raise Fault(number)
 
 
-def serve_until(stop: Any, totals: Any, folder: str, requests_s: float) -> None:
+def serve_until(
+    stop: Any, totals: Any, folder: str, requests_s: float, target: str, draft: str
+) -> None:
     """Serves requests until an event, in a process of its own, with the agent as it ships; then
-    puts how many it served, noted and dropped into a queue."""
+    puts how many it served, noted and dropped into a queue. ``target``, ``draft``: the models'
+    folders."""
     os.environ["SPECTUNE_FOLDER"] = folder
     sys.modules |= vllm_modules()
     module = module_of(compile(SOURCE.read_text(), "agent.py", "exec"), quick=False)
-    scheduler = module.Scheduler(config_of())
+    config = config_of()
+    config.model_config.model, config.speculative_config.model = target, draft
+    scheduler = module.Scheduler(config)
     scheduler.steps = deque(maxlen=1)
     agent = scheduler._spectune
     eventually(lambda: agent.active)

@@ -264,7 +264,7 @@ def test_folders_that_fail_stop_no_request_and_bound_what_waits(
         for _ in range(40):
             assert serve(scheduler, 9) == expected
         watched = scheduler._spectune
-        eventually(lambda: "write_rounds" in watched.fault or "write_status" in watched.fault)
+        eventually(lambda: f"{folder}: write_" in watched.fault)
         assert len(watched.waiting) == agent.MAX_WAITING
     finally:
         away.rename(folder)

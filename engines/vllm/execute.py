@@ -126,7 +126,8 @@ class RunningServer(Swapping):
             if status.refused is not None and status.refused.version == version:
                 raise PolicyError(f"vLLM refuses {policy.label()}: {status.refused.reason}")
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM took no policy from {self.folder}: {self.agent_fault()}")
+                fault = f"vLLM took no policy from {self.folder}: {self.agent_fault()}"
+                raise EngineError(self._died() or fault)
             time.sleep(LOOK_S)
 
     @property

@@ -128,8 +128,10 @@ class OwnServer(RunningServer):
 
     def _died(self) -> str:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(DYING_S)
-            return f"vLLM died: {reason_in(self._read_log())}"
+            code = self._process.wait(DYING_S)
+            end = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            reason = reason_in(self._read_log())
+            return f"vLLM died ({end}): {reason}; what is stored stays, run the same command again"
         return ""
 
     def _read_log(self) -> str:

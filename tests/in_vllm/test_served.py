@@ -257,7 +257,7 @@ def test_a_server_that_dies_is_told_in_its_own_words(
     )
     next(answers)
     server._process.kill()
-    with pytest.raises(EngineError, match="vLLM died: "):
+    with pytest.raises(EngineError, match=r"vLLM died \(SIGKILL\): .*same command again"):
         list(answers)
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "architectures": ["Nothing"], "vocab_size": 8}'
