@@ -297,6 +297,17 @@ def test_a_full_disk_leaves_whole_lines_and_loses_none(
     assert status(folder)["dropped"] == 0
 
 
+def test_a_server_that_ends_leaves_its_last_counts(start: Start, agent: Any, folder: Path) -> None:
+    agent.STATUS_S = 3600.0
+    scheduler = start()
+    serve(scheduler, 1)
+    eventually(lambda: status(folder)["noted"] == 1)  # as a file is begun
+    serve(scheduler, 4)
+    eventually(lambda: scheduler._spectune.noted == 5)
+    scheduler.shutdown()
+    assert status(folder)["noted"] == 5
+
+
 def test_files_are_rotated_and_bounded(start: Start, agent: Any, folder: Path) -> None:
     agent.FILE_BYTES, agent.MAX_FILES = 2000, 3
     scheduler = start()

@@ -204,6 +204,7 @@ class Agent:
             self.refusal = self.fault = f"off, vLLM {vllm.__version__} is not known: {error!r}"
         while not self.stop.wait(POLL_S):
             self.turn()
+        self.status_at = 0.0  # the last counts are not to wait
         self.turn()
 
     def turn(self) -> None:
