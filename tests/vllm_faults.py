@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from agent_stub import SOURCE, Faults, lines, module_of, publish, put, status
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_engine import PROMPTS, Steps
 from waiting import eventually
 
@@ -36,28 +37,29 @@ DISK = "96k"
 
 
 def compare_steps(steps: Steps, folder: Path, scheduler_class: type, count: int) -> dict[str, int]:
-    """How many of at least ``count`` steps of vLLM's own scheduler differ from those of the agent's
-    while nothing is published, and how many texts. ``in_other_blocks``: steps that differ in the
-    numbers of cache blocks alone, as they do between vLLM's two schedulers."""
+    """How many of at least ``count`` steps of the agent's scheduler, while nothing is published,
+    differ from those of the class that it extends, vLLM's ``AsyncScheduler``, in anything; how many
+    from those of the class that vLLM takes by itself, in anything but the numbers of cache blocks
+    (``in_other_blocks``: in these alone), and how many texts."""
     os.environ["SPECTUNE_FOLDER"] = str(folder)
-    runs = []
-    for each in (steps.vllms_class, scheduler_class):
-        scheduler = steps.schedule_by(each)
-        texts: Texts = []
+    decisions, texts = dict[type, list[str]](), dict[type, Texts]()
+    for each in dict.fromkeys((steps.vllms_class, AsyncScheduler, scheduler_class)):
+        scheduler, texts[each] = steps.schedule_by(each), []
         while len(steps.decisions) < count:
-            texts += steps.serve(PROMPTS)
+            texts[each] += steps.serve(PROMPTS)
         steps.finish()
-        runs.append((steps.decisions, texts))
+        decisions[each] = steps.decisions
     assert scheduler._spectune.active
     scheduler.shutdown()
-    (steps_of_vllm, texts_of_vllm), (decisions, texts) = runs
-    steps_differ = num_differing(*(list(map(_mask_blocks, d)) for d in (steps_of_vllm, decisions)))
+    ours, base, other = (decisions[c] for c in (scheduler_class, AsyncScheduler, steps.vllms_class))
+    masked = num_differing(list(map(_mask_blocks, other)), list(map(_mask_blocks, ours)))
     return {
-        "steps": len(steps_of_vllm),
-        "steps_differ": steps_differ,
-        "in_other_blocks": num_differing(steps_of_vllm, decisions) - steps_differ,
-        "texts": len(texts_of_vllm),
-        "texts_differ": num_differing(texts_of_vllm, texts),
+        "steps": len(ours),
+        "steps_differ": num_differing(base, ours),
+        "steps_of_its_own_class_differ": masked,
+        "in_other_blocks": num_differing(other, ours) - masked,
+        "texts": len(texts[scheduler_class]),
+        "texts_differ": num_differing(texts[steps.vllms_class], texts[scheduler_class]),
     }
 
 

@@ -47,7 +47,7 @@ def test_without_a_policy_every_step_is_vllms_own(steps: Steps, tmp_path: Path) 
     figures = compare_steps(steps, tmp_path, agent.Scheduler, 300)
     print(figures)
     assert figures["steps"] >= 300
-    assert (figures["steps_differ"], figures["texts_differ"]) == (0, 0)
+    assert not any(n for key, n in figures.items() if key.endswith("differ"))
     eventually(lambda: status(tmp_path)["noted"] == figures["texts"])
     texts = steps.serve(PROMPTS)  # the agent has ended, vLLM goes on
     check_lines(lines(tmp_path)[-len(PROMPTS) :], texts)
@@ -56,7 +56,7 @@ def test_without_a_policy_every_step_is_vllms_own(steps: Steps, tmp_path: Path) 
 def test_a_server_with_prompt_lookup_stays_as_it_is(tmp_path: Path) -> None:
     with engine(None, Replaceable, method="ngram") as steps:
         figures = compare_steps(steps, tmp_path, agent.Scheduler, 300)
-    assert (figures["steps_differ"], figures["texts_differ"]) == (0, 0)
+    assert not any(n for key, n in figures.items() if key.endswith("differ"))
 
 
 def test_a_fault_before_a_statement_changes_no_text(steps: Steps) -> None:
