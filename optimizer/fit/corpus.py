@@ -36,8 +36,8 @@ def corpus_tokens(
     if seed is not None:
         np.random.default_rng(seed).shuffle(order)
     count = 0
-    for done, n in enumerate(order.tolist(), 1):
-        path, start = pieces[n]
+    for number, place in enumerate(order.tolist(), 1):
+        path, start = pieces[place]
         ids = pair.encode(_text(path, start))
         if not ids:
             continue
@@ -48,7 +48,7 @@ def corpus_tokens(
                 f"models know {pair.target.vocab_size} tokens; give the tokenizer that they were "
                 "trained with"
             )
-        yield ids, done / len(order)
+        yield ids, number / len(order)
     if not count:
         raise WorkloadError(f"--corpus {' '.join(names)}: there are no tokens in it")
 

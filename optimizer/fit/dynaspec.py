@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Trajectory
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -90,51 +92,39 @@ def fit_router(
             "for at most so many"
         )
     source: dict[str, Any] = {"corpus": list(corpus), "contexts": contexts}
-    if corpus:
-        texts = corpus_texts(pair, draft, corpus, contexts, seed, progress)
-    else:
+    texts = corpus_texts(pair, draft, corpus, contexts, seed, progress)
+    if not corpus:
         recorded = texts_to_fit(store, recording, pair.spec)
         source = {"recording": recording, "request_ids": [t.request_id for t in recorded]}
-        whole = ((t.prompt_ids.tolist(), t.output_ids.tolist()) for t in recorded)
-        texts = iter([([*prompt, *out], len(prompt) - 1) for prompt, out in whole])
+        texts = recorded_texts(recorded, progress)
     progress("clusters", 0, 1)
     partition = cluster(output.weight.cpu().float().numpy(), count, seed=seed)
     progress("clusters", 1, 1)
-    number = 0
+    sizes = list[int]()
 
     def parts() -> Iterator[tuple[FloatArray, npt.NDArray[np.bool_]]]:
-        nonlocal number
         for inputs, top in examples(pair, draft, texts, min(labels, output.rows)):
-            number += len(top)
+            sizes.append(len(top))
             yield inputs, cluster_labels(top, partition)
 
     epochs = epochs or (1 if corpus else EPOCHS)
-    weights = perceptron.train_in_parts(
-        parts(), hidden=hidden, epochs=epochs, batch=BATCH, seed=seed
-    )
+    size = {"hidden": hidden, "epochs": epochs, "batch": BATCH}
+    weights = perceptron.train_in_parts(parts(), **size, seed=seed)
     if weights is None:
         raise TraceError("a router is trained on outputs: record at least one request with any")
-    routing = Routing(weights, partition, output.hash)
-    described, arrays = routing.to_document()
-    document = {
-        **source,
-        "pair": pair.id,
-        "draft": draft,
-        **described,
-        "examples": number,
-        "label_tokens": labels,
-        "epochs": epochs,
-        "seed": seed,
-        "cluster_sizes": partition.sizes.tolist(),
-    }
-    first = max(1, count // 4)
+    described, arrays = Routing(weights, partition, output.hash).to_document()
+    about = {"examples": sum(sizes), "label_tokens": labels, "epochs": epochs, "seed": seed}
+    document = {**source, "pair": pair.id, "draft": draft, **described, **about}
+    document["cluster_sizes"] = partition.sizes.tolist()
+    return keep(store, ROUTER, document, arrays, policy=partial(_first_policy, draft, count))
+
+
+def _first_policy(draft: str, clusters: int, artifact: str) -> dict[str, Any]:
+    """A policy to begin with."""
+    first = max(1, clusters // 4)
     sizes = {"k0": first, "k1": max(1, first // 2), "k_min": max(1, first // 4)}
-
-    def policy(artifact: str) -> dict[str, Any]:
-        shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
-        return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
-
-    return keep(store, ROUTER, document, arrays, policy=policy)
+    shortlist = {"kind": "clusters", **sizes, "artifact": artifact}
+    return {"draft": draft, "window": {"kind": "fixed", "gamma": 4}, "shortlist": shortlist}
 
 
 def default_clusters(vocab: int) -> int:
@@ -159,6 +149,15 @@ def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
         # Fewer distinct rows than clusters: some stay empty.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return Clusters(model.fit_predict(unit).astype(np.int64), count)
+
+
+def recorded_texts(
+    texts: Sequence[Trajectory], progress: Progress = silent
+) -> Iterator[tuple[list[int], int]]:
+    """Recorded texts, each with the last token of its prompt, the first that is a context."""
+    for number, text in enumerate(texts, 1):
+        yield [*text.prompt_ids.tolist(), *text.output_ids.tolist()], len(text.prompt_ids) - 1
+        progress("contexts", number, len(texts))
 
 
 def corpus_texts(
