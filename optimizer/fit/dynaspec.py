@@ -226,7 +226,9 @@ def _examples_of(
             if level:
                 slots = torch.arange(n, device=device) + size + n * (level - 1)
                 seen[torch.arange(n), slots] = True
-                fed = {"hidden": before, "recurrent": True} if model.feature_size else {}
+                fed: dict[str, Any] = (
+                    {"hidden": before, "recurrent": True} if model.feature_size else {}
+                )
                 view = seen[:, : size + n * level].contiguous()
                 out = model.run(tokens, places + level, slots, view, logits=0, **fed)[1].clone()
             output = model.output

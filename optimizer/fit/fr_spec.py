@@ -44,8 +44,8 @@ def fit_fr_spec(
     else:
         texts = texts_to_fit(store, recording, pair.spec)
         source = {"recording": recording, "request_ids": [t.request_id for t in texts]}
-        for ids in (ids for t in texts for ids in (t.prompt_ids, t.output_ids)):
-            counts += np.bincount(ids, minlength=len(counts))
+        for t in texts:
+            counts += np.bincount([*t.prompt_ids, *t.output_ids], minlength=len(counts))
     special = {*pair.eos_ids, *getattr(pair.tokenizer, "all_special_ids", ())}
     order = frequency_order(counts, sorted(i for i in special if 0 <= i < len(counts)))
     progress("counting", 1, 1)
