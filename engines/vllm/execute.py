@@ -119,8 +119,9 @@ class RunningServer(Swapping):
         table = table_of(policy, self._described, self.draft)
         with self._lock:
             version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
-            write_policy(self.folder, {"version": version, **table, **self._texts})
+            # First, so that whatever interrupts the writing is put back.
             self._version, self._policies[version] = version, policy.id
+            write_policy(self.folder, {"version": version, **table, **self._texts})
         deadline = time.monotonic() + IN_FORCE_S
         while (status := self.status()).in_force.version != version:
             if status.refused is not None and status.refused.version == version:
