@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -90,6 +90,14 @@ class Teacher:
             self.target.model.norm = self.norm
         return out
 
+    def unroll(self, layer: MtpLayer, ids: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """Outputs of a layer's steps over texts [B, T] and their last hidden states [B, T, H], each
+        [B, T - 1, H]: row u of step j predicts token u + 2, for u >= j."""
+        embedded = self.target.get_input_embeddings()(ids[:, 1:])
+        embedded[:, 0] = 0.0  # as vLLM has it
+        rotary = self.rotary(embedded, torch.arange(ids.shape[1] - 1)[None])
+        return unroll(layer, self.config, hidden[:, :-1], embedded, rotary, count)
+
     def logits(self, normed: Tensor) -> Tensor:
         """The output matrix's logits [..., V], which the layer shares."""
         out: Tensor = self.target.get_output_embeddings()(normed)
@@ -121,10 +129,7 @@ def train(teacher: Teacher, texts: Tensor, steps: int) -> MtpLayer:
         with torch.autocast("cpu", torch.bfloat16):
             hidden = teacher.hidden(ids).float()
             law = teacher.logits(teacher.norm(hidden[:, 1:]))
-            embedded = teacher.target.get_input_embeddings()(ids[:, 1:])
-            embedded[:, 0] = 0.0  # as vLLM has it
-            rotary = teacher.rotary(embedded, torch.arange(ids.shape[1] - 1)[None])
-            outputs = unroll(layer, teacher.config, hidden[:, :-1], embedded, rotary, UNROLL)
+            outputs = teacher.unroll(layer, ids, hidden, UNROLL)
             loss, agreement = unrolled_loss(outputs, teacher.logits, law)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
