@@ -72,6 +72,7 @@ DEPTH, TOP_N, ALPHA = 5, 60, 3
 DEEPEST = 8
 BETAS = (0.3, 0.5, 0.7, 0.9)
 SIZES = (2, 4, 8, 12, 16, 24, 32, 60)
+DEPTHS = (1, 2, 3, 4, 6, 8)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -89,7 +90,7 @@ def eagle(draft: str, top_n: int = TOP_N, depth: int = DEPTH, **more: Any) -> Do
 
 def eagles(draft: str) -> list[Document]:
     """EAGLE-2's trees of many depths and sizes, among which a tuned one is chosen."""
-    return [eagle(draft, top_n, depth) for depth in (1, 2, 3, 4, 6, 8) for top_n in SIZES]
+    return [eagle(draft, top_n, depth) for depth in DEPTHS for top_n in SIZES]
 
 
 def in_bins(
@@ -102,6 +103,17 @@ def in_bins(
     """HeteroSpec's tree, with the paper's fractions by default."""
     stratify = {"artifact": artifact, "alpha": alpha, "fractions": list(fractions)}
     return eagle(draft, stratify=stratify, **more)
+
+
+def all_in_bins(draft: str, artifact: str) -> list[Document]:
+    """HeteroSpec's trees, among which a tuned one is chosen."""
+    return [
+        in_bins(draft, artifact, alpha, fractions, top_n=top_n, depth=depth)
+        for depth in (2, 3, 4, 5)
+        for top_n in SIZES[1:]
+        for alpha in (2, 3)
+        for fractions in FRACTIONS[:2]
+    ]
 
 
 def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
@@ -121,14 +133,10 @@ def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
             rows.append(speedup(f"speed{at}", f"{cell}, {name}", h, new, plain, profile))
             if temperature:
                 continue
-            grid = [
-                in_bins(draft, bins.artifact, alpha, fractions, top_n=top_n, depth=depth)
-                for depth in (2, 3, 4, 5)
-                for top_n in SIZES[1:]
-                for alpha in (2, 3)
-                for fractions in FRACTIONS[:2]
-            ]
-            tuned = best(h, grid, profile), best(h, eagles(draft), profile)
+            tuned = (
+                best(h, all_in_bins(draft, bins.artifact), profile),
+                best(h, eagles(draft), profile),
+            )
             rows.append(speedup("tuned", f"{cell}, {name}", h, *tuned, profile, _against(*tuned)))
         if not temperature:
             rows += _heterospec_ablations(h, draft, bins, quick)
@@ -212,6 +220,11 @@ def classified(draft: str, artifact: str, beta: float, depth: int = DEEPEST, **m
     return {"draft": draft, "window": fixed(depth), "growth": growth}
 
 
+def all_classified(draft: str, artifact: str) -> list[Document]:
+    """C2T's trees, among which a tuned one is chosen."""
+    return [classified(draft, artifact, beta, depth) for beta in BETAS for depth in DEPTHS]
+
+
 def tree_curve(h: Halves, draft: str) -> list[Replay]:
     """EAGLE-2 over N, at the largest recorded depth."""
     return [replayed(h, eagle(draft, top_n, DEEPEST)) for top_n in (*SIZES, 96, 128, 255)]
@@ -231,9 +244,10 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
         if temperature:
             continue
         for name, profile in costs(quick).items():
-            depths = (1, 2, 3, 4, 6, 8)
-            grid = [classified(draft, artifact, beta, depth) for beta in BETAS for depth in depths]
-            tuned = best(h, grid, profile), best(h, eagles(draft), profile)
+            tuned = (
+                best(h, all_classified(draft, artifact), profile),
+                best(h, eagles(draft), profile),
+            )
             rows.append(speedup("tuned", f"{cell}, {name}", h, *tuned, profile, _against(*tuned)))
     return rows
 
@@ -508,9 +522,20 @@ def random_policies(space: Space, count: int) -> list[Policy]:
     return [space.suggest(sampled.ask(), *turns[i % len(turns)]) for i in range(count)]
 
 
+def alone(h: Halves, space: Space) -> list[Document]:
+    """The trees of one mechanism each that its own table is tuned among, and of our score."""
+    policies = []
+    for draft, limits in space.limits.items():
+        (bins,), (classifier,) = limits.fits["stratify"], limits.fits["classifier"]
+        policies += [*eagles(draft), *all_in_bins(draft, bins), *all_classified(draft, classifier)]
+        policies += scored(draft, 1.5, SIZES)
+    return policies
+
+
 def joint(quick: bool) -> list[Document]:
-    """One search over all mechanisms: its best combination over its best policy of one paper, and
-    what was chosen over the best in hindsight, on the unseen half."""
+    """One search over all mechanisms: its best combination over the best policy of one mechanism,
+    of the search or of that mechanism's own table, and what was chosen over the best in hindsight,
+    on the unseen half."""
     rows = []
     for temperature, (name, profile) in product((0.0, 1.0), costs(quick).items()):
         h = recorded(temperature, quick)
@@ -522,7 +547,7 @@ def joint(quick: bool) -> list[Document]:
             if count:
                 groups["one" if count == 1 else "several"].append(trial.policy)
         cell = f"temperature {temperature:g}, {name}"
-        both = groups["several"][0], groups["one"][0]
+        both = groups["several"][0], best(h, [*alone(h, space), groups["one"][0]], profile)
         fitted = [replayed(h, p, profile, places=h.fit).seconds for p in both]
         why = f"{_against(*both)}, of {len(groups['several'])} and {len(groups['one'])} tried: "
         why += f"{over(fitted[1], fitted[0])[0]:.3f} where both were chosen"
@@ -543,13 +568,15 @@ def joint(quick: bool) -> list[Document]:
 
 def mechanisms(policy: Policy) -> set[str]:
     """What of the papers a policy uses, and our score."""
+    is_coupled = getattr(policy.growth, "score", "") == "coupled"
+    is_plain = policy.growth.kind == "top_k" and policy.stratify is None
     used = {
         "on the fly": policy.window.kind in ("analytic", "fsm", "cache_fsm", "q_learning"),
         "AdaEDL": policy.stop.kind != "none",
-        "EAGLE-2": policy.growth.kind == "top_k" and policy.stratify is None,
+        "EAGLE-2": is_plain and not is_coupled,
         "HeteroSpec": policy.stratify is not None,
         "C2T": policy.growth.kind == "classifier",
-        "coupled score": getattr(policy.growth, "score", "") == "coupled",
+        "coupled score": is_coupled,
     }
     return {name for name, is_used in used.items() if is_used}
 
