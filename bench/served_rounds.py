@@ -125,12 +125,12 @@ class Drafter:
             zero, positions = self.record(server, COUNT, 0.0)
         with self.serving() as server:
             forced, positions_forced = self.record(server, COUNT, 0.0)
-            rows = []
+            rows: list[dict[str, Any]] = []
             for policy in policies:
                 for clients in (1, SEATS):
                     answers = self.execute(server, COUNT, policy, clients, 0.0)
                     by_zero, by_forced = (self.compare(policy, answers, r) for r in (zero, forced))
-                    about = {"policy": policy.label(), "clients": clients}
+                    about: dict[str, Any] = {"policy": policy.label(), "clients": clients}
                     rows.append(about | by_forced | {"differ_by_zero": by_zero["differ"]})
                     say(rows[-1])
             sampled = self.measure_sampled(server)
