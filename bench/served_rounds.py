@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -61,14 +61,27 @@ def measure(quick: bool) -> dict[str, Any]:
             say({k: v for k, v in drafters[method].items() if k != "rows"})
             if not quick:
                 file.write_text(json.dumps(drafters))
-    rows = [row for figures in drafters.values() for row in figures["rows"]]
-    rounds, differ = (sum(row[key] for row in rows) for key in ("rounds", "differ"))
+    figures = drafters.values()
+    rounds = sum(each["rounds"] + each["sampled"]["rounds"] for each in figures)
+    differ = sum(each["differ"] + each["sampled"]["differ"] for each in figures)
+    proposals = sum(each["proposals_differ"] for each in figures)
     return {
-        "summary": f"{rounds} rounds of {', '.join(drafters)}: {differ} differ",
+        "summary": f"{rounds} rounds of {', '.join(drafters)}: {differ} differ; of the proposals "
+        f"that were recorded twice {proposals} do",
+        "holds": not differ and not proposals and all(map(is_near, figures)),
         "rounds": rounds,
         "differ": differ,
         "drafters": drafters,
     }
+
+
+def is_near(figures: Mapping[str, Any]) -> bool:
+    """Whether what was predicted of other texts is within 2% where its half-width is under 1%."""
+    return all(
+        abs(row["predicted"]["tau"] / row["executed"]["tau"] - 1) < 0.02
+        for row in figures["sampled"]["tau"]
+        if row["predicted"]["half_width"] < 0.01
+    )
 
 
 class Drafter:
