@@ -28,7 +28,7 @@ from spectune.traces.tables import Recording
 
 SHARE, TOKENS, RETRACED, POLICY = 0.2, 48, 24, windowed(3)
 """``RETRACED``: tokens of a text that is retraced."""
-CLIENTS, TURNS = (4, 8), 10
+CLIENTS, TURNS = (4, 8), 8
 SETTLE_S = 1.0
 """Seconds between two turns, which count for neither."""
 Turn = tuple[float, float]
