@@ -27,9 +27,10 @@ from served_live import (
     windowed,
 )
 
-from spectune.engines.protocol import EngineError, Prompt
+from spectune.engines.protocol import Prompt
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.traces.errors import EngineError
 
 PUBLICATIONS, CLIENTS, PROMPTS, TOKENS = 200, 8, 48, 48
 LIMIT_S = 1.0

@@ -8,7 +8,7 @@ import subprocess
 import time
 from typing import Any
 
-from lab import say
+from lab import ROOT, say
 from served_live import await_version, command, serving, temporary_folder
 
 LIMIT_S = 600.0
@@ -26,8 +26,9 @@ def measure(quick: bool) -> dict[str, Any]:
             process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True)
             assert process.stderr is not None
             for line in process.stderr:
-                lines.append((time.monotonic() - began, line.strip()))
-                say(f"{lines[-1][0]:4.0f} s {line.strip()}")
+                line = line.strip().replace(f"{ROOT}/", "")
+                lines.append((time.monotonic() - began, line))
+                say(f"{lines[-1][0]:4.0f} s {line}")
         seconds = time.monotonic() - began
         if process.wait():
             raise subprocess.CalledProcessError(process.returncode, words)

@@ -265,16 +265,12 @@ def test_a_publication_reaches_the_server_and_its_answer_the_database(
     thread.start()
     try:
         eventually(lambda: agent.policy() == {"format": 1, "version": 0, "texts": "all"})
-        seconds = []
         for published in (TABLE, AUTOREGRESSIVE, policy("small", 4)):
             version = put_in_force(store, PAIR.id, published, deployment="vllm")
-            began = time.monotonic()
             eventually(lambda version=version: agent.policy()["version"] == version)
-            seconds.append(time.monotonic() - began)
             agent.status(version, published.id)
             agent.write(1, version=version)
             eventually(lambda version=version: store.acknowledgements(version))
-        assert max(seconds) < 1.0
         assert agent.policy()["gammas"] == {"1": 4}
         for refused, reason in (
             (policy("medium", 3), "this server loaded the draft 'small', not 'medium'"),
