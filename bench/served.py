@@ -16,7 +16,9 @@ from typing import Any
 from lab import run_parts
 
 PARTS: dict[str, str] = {
-    "faults": "served_faults",
+    "faults": "served_faults draft_model",
+    "faults_ngram": "served_faults ngram",
+    "faults_ahead": "served_faults ahead",
     "outages": "served_outages",
     "rounds": "served_rounds",
     "retrace_cost": "served_retrace_cost",
@@ -26,7 +28,7 @@ PARTS: dict[str, str] = {
     "tune_url": "served_tune",
     "check": "served_check",
 }
-"""Each part's module."""
+"""Each part's module, and what of it where it has several."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,5 +36,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _measure(part: str, quick: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = importlib.import_module(PARTS[part]).measure(quick)
+    module, _, engine = PARTS[part].partition(" ")
+    figures: dict[str, Any] = importlib.import_module(module).measure(
+        quick, *([engine] if engine else [])
+    )
     return figures

@@ -4,7 +4,7 @@ the agent, nor of its folder, fails a request or changes a text."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -26,38 +26,44 @@ ENGINES: dict[str, Callable[..., AbstractContextManager[Steps]]] = {
 schedules a step ahead."""
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Steps compared, and faults raised, by engine; and what a folder that fails does."""
-    figures: dict[str, Any] = {"steps": {}, "faults": {}}
-    with TemporaryDirectory() as folder:
-        for name, start in ENGINES.items():
-            with start(None, Replaceable) as steps:
-                count = 100 if quick else 2000
-                figures["steps"][name] = compare_steps(steps, Path(folder), Scheduler, count)
-                say(f"{name}: {figures['steps'][name]}")
-                if name == "ngram":
-                    continue
-                texts, every = texts_of_vllm(steps), 60 if quick else 1
-                figures["faults"][name] = raise_faults(steps, texts, every, tell=say)
-                say(f"{name}: {figures['faults'][name]}")
-                if name == "draft_model":
-                    figures["folder"] = break_folder(steps, texts, Path(folder))
-    return {**figures, "summary": _summary(figures)}
+def measure(quick: bool, name: str) -> dict[str, Any]:
+    """An engine's steps compared and, but for prompt lookup, faults raised; with a draft model also
+    what a folder that fails does."""
+    with TemporaryDirectory() as folder, ENGINES[name](None, Replaceable) as steps:
+        compared = compare_steps(steps, Path(folder), Scheduler, 100 if quick else 2000)
+        say(compared)
+        summary = f"{name}: {compared['steps_differ']} of {compared['steps']} steps differ"
+        if name == "ngram":
+            return {"steps": compared, "summary": summary, "holds": not compared["steps_differ"]}
+        texts = texts_of_vllm(steps)
+        faults = raise_faults(steps, texts, 60 if quick else 1, tell=say)
+        say(faults)
+        figures = {"steps": compared, "faults": faults}
+        summary += (
+            f"; {faults['raised']} faults before {faults['faults']} statements, {_harm(faults)}"
+        )
+        if name == "draft_model":
+            figures["folder"] = break_folder(steps, texts, Path(folder))
+    if "folder" in figures:
+        summary += _folder(figures["folder"])
+    harm = [faults, *(f for f in figures.get("folder", {}).values() if "skipped" not in f)]
+    holds = not any(f["failed"] or f["texts_differ"] for f in harm)
+    return {**figures, "summary": summary, "holds": holds and not compared["steps_differ"]}
 
 
-def _summary(figures: dict[str, Any]) -> str:
-    steps, faults, folder = (Counter[str]() for _ in range(3))
-    for total, part in ((steps, "steps"), (faults, "faults"), (folder, "folder")):
-        for counts in figures[part].values():
-            total.update({k: n for k, n in counts.items() if isinstance(n, int)})
-    skipped = [name for name, counts in figures["folder"].items() if "skipped" in counts]
-    lines = max(len(counts.get("log", ())) for counts in figures["folder"].values())
+def _harm(counts: Mapping[str, int]) -> str:
+    failed = f"{counts['failed']} of {counts['requests']} requests failed"
+    return f"{failed}, {counts['texts_differ']} texts differ"
+
+
+def _folder(troubles: dict[str, Any]) -> str:
+    tried = [counts for counts in troubles.values() if "skipped" not in counts]
+    total = Counter[str]()
+    for counts in tried:
+        total.update({k: n for k, n in counts.items() if isinstance(n, int)})
+    skipped = [name for name, counts in troubles.items() if "skipped" in counts]
+    lines = max(len(counts["log"]) for counts in tried)
     return (
-        f"{steps['steps_differ']} of {steps['steps']} steps differ from vLLM's own; "
-        f"{faults['raised']} faults before {faults['faults']} statements of the agent: "
-        f"{faults['failed']} of {faults['requests']} requests failed, "
-        f"{faults['texts_differ']} texts differ; {len(figures['folder']) - len(skipped)} troubles "
-        f"of its folder: {folder['failed']} of {folder['requests']} requests failed, "
-        f"{folder['texts_differ']} texts differ, at most {lines} line in the log each"
+        f"; {len(tried)} troubles of its folder, {_harm(total)}, at most {lines} line in the log"
         + (f"; not tried: {', '.join(skipped)}" if skipped else "")
     )
