@@ -189,7 +189,7 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
     for name, profile in profiles.items():
         stops = ({"kind": "entropy", "threshold": t} for t in (0.2, 0.4, 0.6))
         stopped = best(h, (eagle(draft, stop=stop) for stop in stops), profile)
-        why = f"its best threshold is {stopped.stop.threshold}"
+        why = f"the best is {stopped.label()}"
         rows.append(speedup("adaedl", f"{draft}, {name}", h, new, stopped, profile, why))
     return rows
 

@@ -59,7 +59,8 @@ class Engine:
         self.scheduler.__class__ = agent.Scheduler if on else self.plain
         if on:
             agent.start(self.scheduler)
-            while not self.scheduler._spectune.active:
+            started: Any = self.scheduler._spectune
+            while not started.active:
                 time.sleep(0.01)
 
     def serve(self, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
