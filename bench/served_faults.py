@@ -44,6 +44,8 @@ def measure(quick: bool, name: str) -> dict[str, Any]:
         )
         if name == "draft_model":
             figures["folder"] = break_folder(steps, texts, Path(folder))
+            for counts in figures["folder"].values():
+                counts["log"] = [line.replace(folder, "") for line in counts.get("log", ())]
     if "folder" in figures:
         summary += _folder(figures["folder"])
     harm = [faults, *(f for f in figures.get("folder", {}).values() if "skipped" not in f)]
