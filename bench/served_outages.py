@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -43,7 +44,7 @@ def measure(quick: bool) -> dict[str, Any]:
         if (binaries := server_binaries()) is not None:
             with closing(Server(binaries)) as server:
                 server.start()
-                away = lambda: _stopped(server)  # noqa: E731
+                away = partial(_stopped, server)
                 (place := Path(folder) / "postgresql").mkdir()
                 figures["postgresql"] = _follow_through(server.url, place, away, quick)
         (place := Path(folder) / "vllm").mkdir()
