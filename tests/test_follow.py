@@ -502,3 +502,7 @@ def test_what_is_wrong_is_one_line(door: Door, agent: Agent, tmp_path: Path) -> 
     (agent.folder / "status.json").write_text('{"boot": "x"}')
     line = door.refused("follow", agent.folder, pair="demo", once=True)
     assert "status.json: engine: Field required" in line
+    off = {"engine": {}, "fault": "off, vLLM 0.40 is not known: no scheduler_config"}
+    (agent.folder / "status.json").write_text(json.dumps(off))
+    line = door.refused("follow", agent.folder, pair="demo", once=True)
+    assert "status.json: the agent is off, vLLM 0.40 is not known: no scheduler_config" in line

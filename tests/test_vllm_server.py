@@ -4,12 +4,17 @@ by the agent's folder, and what is refused; and why a server of our own ended.""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from doubles import REFUSED, FakeVllm, served
 from synthetic import policy
+from waiting import eventually
 
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.execute import RunningServer
@@ -182,3 +187,32 @@ def test_a_python_without_vllm_is_said_with_what_to_install(
         installed()
     with pytest.raises(PairError, match="has no draft 'x'; it has: near, far, ngram"):
         OwnServer(read_pair(str(tiny_pair)), Wanted("x"))
+
+
+STARTING = """
+from spectune.engines.protocol import Wanted
+from spectune.engines.vllm.server import OwnServer
+from spectune.runtime.pair import read_pair
+OwnServer(read_pair("demo"), Wanted("none"))
+"""
+
+
+def test_a_server_of_ours_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    package, about = tmp_path / "vllm/entrypoints/openai", tmp_path / "vllm-0.32.0.dist-info"
+    package.mkdir(parents=True)
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    (package / "api_server.py").write_text(
+        "import pathlib, signal\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(ended)!r}).touch())\n"
+        f"pathlib.Path({str(started)!r}).touch()\nsignal.pause()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "SPECTUNE_VLLM_PYTHON"}
+    paths = os.pathsep.join(filter(None, (str(tmp_path), environment.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    starting = subprocess.Popen([sys.executable, "-c", STARTING], env=environment)
+    eventually(started.exists)
+    starting.kill()
+    assert starting.wait() == -signal.SIGKILL
+    eventually(ended.exists)

