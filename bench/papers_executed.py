@@ -24,11 +24,10 @@ from papers import (
     searched,
     whole_space,
 )
+from shortlists import fit
 
 from spectune.optimizer.execute import encode_recorded
 from spectune.optimizer.fit.c2t import fit_c2t
-from spectune.optimizer.fit.dynaspec import fit_router
-from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.optimizer.fit.heterospec import fit_heterospec
 from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.timings import Timings, finite
@@ -67,13 +66,11 @@ def _sure_drafts(quick: bool) -> list[tuple[Halves, str, str]]:
 def dynaspec(quick: bool) -> list[Document]:
     """Chains of 5 tokens under shortlists over those of the whole vocabulary."""
     h, draft = recorded(0.0, quick), "medium"
-    size, clusters = round(0.22 * h.pair.models[draft].output.rows), round(0.22 * 64)
-    order = fit_fr_spec(h.store, h.recording, h.pair).artifact
-    router = fit_router(h.store, h.recording, h.pair, draft).artifact
-    steps = dict.fromkeys(("k0", "k1", "k_min"), clusters)
+    fits = fit(h, draft, quick)
+    steps = dict.fromkeys(("k0", "k1", "k_min"), fits.clusters)
     shortlists = {
-        "FR-Spec": {"kind": "frequency", "size": size, "artifact": order},
-        "DynaSpec": {"kind": "clusters", "artifact": router, **steps},
+        "FR-Spec": {"kind": "frequency", "size": fits.size, "artifact": fits.order},
+        "DynaSpec": {"kind": "clusters", "artifact": fits.router, **steps},
     }
     plain, rows = chain(draft, DEPTH), []
     for name, shortlist in shortlists.items():
