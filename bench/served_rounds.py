@@ -41,7 +41,7 @@ MOST, SEATS, TOKENS, COUNT = 8, 8, 64, 10
 DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}
 TABLES = ({"1": 6, "3": 0, "6": 2}, {"1": 8, "2": 5, "4": 3, "7": 1})
 SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
-TEMPERATURE, SAMPLED_COUNT = 0.8, 128
+TEMPERATURE, SAMPLED_COUNT = 0.8, 300
 OF_TAU = (1, 2, 4)
 """Tokens whose mean accepted length is predicted from texts at temperature 0.8."""
 RECORDED = 4

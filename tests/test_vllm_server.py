@@ -169,6 +169,9 @@ def test_the_reason_is_the_first_error_of_its_own_in_the_log() -> None:
 def test_a_users_own_arguments_come_last(monkeypatch: pytest.MonkeyPatch, tiny_pair: Path) -> None:
     spec = read_pair(str(tiny_pair))
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--max-num-seqs 3 --served-model-name 'a b'")
+    arguments = server_arguments(spec, Wanted("near", most=8, max_len=100), cpu=True)
+    # room after the last round's drafts for as many again
+    assert arguments[arguments.index("--max-model-len") + 1] == "117"
     last = server_arguments(spec, Wanted("none"), cpu=True)[-4:]
     assert last == ["--max-num-seqs", "3", "--served-model-name", "a b"]
     monkeypatch.setenv("SPECTUNE_VLLM_ARGS", "--served-model-name 'a b")

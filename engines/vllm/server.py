@@ -179,8 +179,9 @@ def reason_in(log: str) -> str:
 def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
     """What a server of our own is started with, the user's arguments last, as vLLM takes the last
     of one given twice. Raises EngineError for a quotation there that does not end."""
-    # The last rounds of a text may draft beyond it, as far as the model reads.
-    longest = wanted.max_len + wanted.most + 1
+    # The last rounds of a text may draft beyond it, and where vLLM has no room for what comes after
+    # those, it drafts for no request of the step.
+    longest = wanted.max_len + 2 * wanted.most + 1
     limit = read_config(checkpoint(spec.target)).get("max_position_embeddings") or longest
     options = {
         "model": spec.target,
