@@ -47,12 +47,16 @@ def dynaspec(quick: bool, temperature: float = 0.0) -> list[Document]:
         fits = fit(h, draft, quick)
         size, k = fits.size, fits.clusters
         frequent, routed = {"artifact": fits.order}, {"artifact": fits.router, "kind": "clusters"}
+        steps = {"k0": 2 * k, "k1": k, "k_min": max(1, 2 * k // 3)}
+        decayed = {"kind": "position_frequency", "k_max": round(5 * size / DECAY)}
         shortlists = {
             "FR-Spec": {"kind": "frequency", "size": size} | frequent,
-            "DynaSpec": dict.fromkeys(("k0", "k1", "k_min"), k) | routed,
-            "by step": {"k0": 2 * k, "k1": k, "k_min": max(1, 2 * k // 3)} | routed,
-            "PA-FR": {"kind": "position_frequency", "k_max": round(5 * size / DECAY)} | frequent,
+            "DynaSpec": dict.fromkeys(steps, k) | routed,
+            "by step": steps | routed,
+            "PA-FR": decayed | frequent,
         }
+        by_step = "{k0}, {k1}, ... {k_min} clusters".format(**steps)
+        in_order, in_routed = (f"first choice in it {s:.1%}" for s in first_choices(h, fits))
         growth = {"kind": "top_k", "width": EAGLE_WIDTH, "score": "probability"}
         shapes: dict[str, Document] = {"chain of 5": {}}
         if not temperature:
@@ -65,11 +69,11 @@ def dynaspec(quick: bool, temperature: float = 0.0) -> list[Document]:
                     policy = whole | {"shortlist": shortlist}
                     rounds[name] = replayed(h, policy).counts[:, ROUNDS]
             for claim, base, new, why in (
-                ("frequent", "all", "FR-Spec", f"{size} tokens"),
-                ("full", "all", "DynaSpec", f"{k} clusters"),
-                ("routed", "FR-Spec", "DynaSpec", ""),
-                ("decayed", "DynaSpec", "by step", ""),
-                ("decayed order", "FR-Spec", "PA-FR", ""),
+                ("frequent", "all", "FR-Spec", f"{size} tokens, {in_order}"),
+                ("full", "all", "DynaSpec", f"{k} clusters, {in_routed}"),
+                ("routed", "FR-Spec", "DynaSpec", f"{in_routed}; FR-Spec's {in_order}"),
+                ("decayed", "DynaSpec", "by step", by_step),
+                ("decayed order", "FR-Spec", "PA-FR", f"{decayed['k_max']} tokens at first"),
             ):
                 if new in rounds:
                     at = f"{draft}, {shape}, temperature {temperature:g}"
@@ -145,6 +149,19 @@ def contexts(
     scores = scorer.scores(model.embedded(text[at:-1]), states[at - 1 : -2])
     scores[:, torch.from_numpy(fits.routing.clusters.sizes == 0)] = -torch.inf
     return logits.double().softmax(-1), scores
+
+
+def first_choices(h: Halves, fits: Fits) -> tuple[float, float]:
+    """In which share of the contexts of unseen texts FR-Spec's shortlist, and the router's, has the
+    token that the draft proposes by its whole vocabulary."""
+    found = []
+    for t in (h.trace.trajectories[i] for i in h.test):
+        q, scores = contexts(h, fits, _ids(t), len(t.prompt_ids))
+        first = q.argmax(-1).numpy()
+        routed = fits.routed(scores)[np.arange(len(first)), first]
+        found.append(np.stack([fits.frequent[first], routed], 1))
+    in_order, in_routed = np.concatenate(found).mean(0)
+    return float(in_order), float(in_routed)
 
 
 def _ids(text: Trajectory) -> list[int]:
