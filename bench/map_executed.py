@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from ballast import TINY, Shape, build
-from lab import RESULTS, Halves, compare
+from lab import RESULTS, Halves, compare, measured
 from map import (
     Drafted,
     best_of_each,
@@ -24,7 +24,7 @@ from map import (
     times_as_fast,
     write_part,
 )
-from map_costs import Named, cpu_profile, named
+from map_costs import Named, named
 from pairs import fixed, top_k
 
 from spectune.optimizer.execute import encode_recorded
@@ -49,13 +49,14 @@ EXECUTED = (
 
 
 def executed(state: Path, quick: bool) -> dict[str, Any]:
-    """Cells of this machine executed on requests that chose nothing, and what tunings executed on
-    GPUs. Predicted intervals are of draws of as many requests as were executed."""
-    rows = []
+    """Cells of this machine executed, after its costs are measured, on requests that chose nothing,
+    and what tunings executed on GPUs. Predicted intervals are of draws of as many requests as were
+    executed."""
+    rows, greedy = [], recording(state, 0.0, quick)
+    profile = measured(greedy.store, greedy.pair, greedy.recording)
     for temperature, draft, category in EXECUTED[: 1 if quick else None]:
         h = recording(state, temperature, quick)
-        rows += _executed("demo", h, h.pair, cpu_profile(h), draft, category, quick)
-    greedy = recording(state, 0.0, quick)
+        rows += _executed("demo", h, h.pair, profile, draft, category, quick)
     rows += _under_ballast(greedy, state / "ballast-cpu", quick)
     return {"rows": rows + _on_gpus(greedy)}
 

@@ -31,6 +31,8 @@ from spectune.traces.tables import Trajectory
 
 REQUESTS_S = 100
 DISK = "64m"
+FLAT = 1.05
+"""Memory in the last quarter over that in the first."""
 Totals = dict[str, Any]
 
 
@@ -59,7 +61,8 @@ def measure(quick: bool) -> dict[str, Any]:
         f"lost, {counts['doubled']} stored twice; {counts['dropped']} dropped and counted; memory "
         f"in the last quarter at most {growth:.3f} of the first's"
     )
-    return {**figures, "summary": summary}
+    harm = counts["lost"] or counts["doubled"] or counts["unaccounted"]
+    return {**figures, "summary": summary, "holds": not harm and growth < FLAT}
 
 
 class Memory:
