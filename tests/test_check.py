@@ -93,3 +93,4 @@ def test_what_is_no_draft_of_the_target_is_refused(door: Door, tiny_pair: Path) 
     assert "draft 'other' has a vocabulary of 123 tokens" in line
     assert "missing" in door.refused("check", target, draft="missing")
     assert "no pair is named" in door.refused("check")
+    assert "is a pair, which names its drafts" in door.refused("check", tiny_pair, draft="near")

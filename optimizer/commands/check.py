@@ -22,6 +22,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling
 from spectune.traces.acceptance import hardly_accepted
+from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import first_positions
@@ -90,8 +91,13 @@ def check(s: Settings, talk: Talk) -> Result:
 def _pair(s: Settings) -> PairSpec:
     """The pair meant: TARGET may be a pair itself. Raises PairError."""
     path = s.target or ""
-    if s.drafts or not (path == "demo" or any(map(os.path.isfile, (path, f"{path}/pair.json")))):
+    if path != "demo" and not any(map(os.path.isfile, (path, f"{path}/pair.json"))):
         return pair_of(s)
+    if s.drafts:
+        raise PairError(
+            f"--draft: {path} is a pair, which names its drafts; leave it out, or give the "
+            "target's checkpoint"
+        )
     spec = read_pair(path)
     spec.check()
     return spec
