@@ -149,13 +149,13 @@ class OwnServer(RunningServer):
 
     def close(self) -> None:
         """Ends it and its processes."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(15.0)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._temporary.cleanup()
 
 
