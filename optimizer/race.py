@@ -14,7 +14,7 @@ import numpy as np
 from spectune.optimizer.bench import Bench, Prediction
 from spectune.optimizer.spaces import complexity
 from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import TIE, Expected, Timings
+from spectune.optimizer.timings import NOISE, TIE, Expected, Timings
 from spectune.runtime.policies.document import Policy
 from spectune.traces.schema import Outcome
 
@@ -143,15 +143,16 @@ def fastest_of(
 
     def log_speedup(policy: Policy) -> float:
         """Over the first, as executed and as predicted, each weighed by the inverse of its
-        variance."""
+        variance; of a single unit, whose error is not known, that of one execution is assumed."""
         if policy.id == first:
             return 0.0
         ratio, low, high = timings.ratio(policy.id, first, projected=True)
         expected = predicted.get(policy.id, 0.0) / predicted.get(first, math.inf)
-        if not (low > 0.0 and math.isfinite(high)) or expected <= 0.0:
+        if expected <= 0.0:
             return math.log(ratio)
-        executed = max(1e-6, math.log(high / low) / (2 * 1.96)) ** -2
-        weights = (executed, spread**-2)
+        known = low > 0.0 and math.isfinite(high)
+        error = max(1e-6, math.log(high / low) / (2 * 1.96)) if known else NOISE
+        weights = (error**-2, spread**-2)
         return float(np.average([math.log(ratio), math.log(expected)], weights=weights))
 
     fastest = max(policies, key=log_speedup)

@@ -18,9 +18,14 @@ Expected = Mapping[str, FloatArray]
 """Predicted cost of each unit, float64 [units], by policy id."""
 TIE: Final = 0.01
 """Relative difference in speed below which the simpler policy is preferred."""
-TRIM: Final = 0.1
-"""Share of the units at either end that a comparison leaves out: a stall falls on one unit of one
-policy, and says nothing of it."""
+
+NOISE: Final = 0.15
+"""Standard deviation assumed of the logarithm of two policies' ratio in one execution of both."""
+FAR: Final = 4.0
+CLEAR: Final = 0.05
+"""Of the logarithm of a ratio; see :meth:`Timings.outliers`."""
+NORMAL_QUARTILE: Final = 0.6745
+"""The median departure of a normal distribution of standard deviation 1."""
 
 
 def finite(values: Sequence[float]) -> list[float | None]:
@@ -49,11 +54,13 @@ class Estimate:
 class Timings:
     """Measured costs by policy id, float64 [units, passes], NaN where not executed; ``expected``
     are those predicted, of the policies of which they are. ``by_size``: as
-    :attr:`optimizer.bench.Bench.by_size`."""
+    :attr:`optimizer.bench.Bench.by_size`. ``groups``: number of the group (conversation) of each
+    unit, int64 [units]; units of one group are no independent sample. None: each its own."""
 
     seconds: Mapping[str, FloatArray]
     expected: Expected | None = None
     by_size: bool = True
+    groups: NDArray[np.int64] | None = None
 
     def ratio(
         self,
@@ -71,64 +78,100 @@ class Timings:
     def estimate(
         self, policy_id: str, base_id: str, *, projected: bool = False, population: bool = False
     ) -> Estimate:
-        """The logarithm of the speed-up of one policy over another.
+        """The logarithm of the speed-up of one policy over another: of the ratio of their summed
+        costs (the mean of the ratios' logarithms where units do not weigh :attr:`by_size`), a unit
+        counting with the median of its passes. Every unit counts: what slows a few of them is as
+        much of a policy's cost as what speeds up the others.
 
         ``projected`` estimates it on all units: the predicted ratio there, times by how much the
-        executed ratios exceed those predicted, in the mean of the units' logarithms without the
-        :data:`TRIM` at either end (standard error of Tukey and McLaughlin, from winsorised values).
-        Which units were executed cancels as far as prediction knows how they differ, and so does a
-        prediction that is off by a factor. Where one of the two is not predicted, nothing is
-        projected.
+        executed ratio exceeds the one predicted of the units executed. Which units were executed
+        cancels as far as prediction knows how they differ, and so does a prediction that is off by
+        a factor. Where one of the two is not predicted, nothing is projected.
 
         ``population`` also counts that these units are a sample of others: the spread of the
         predicted ratios, and their covariance with the rest where it adds.
         """
+        rows, a, b = self._executed(policy_id, base_id)
+        if not len(rows):
+            return Estimate(0.0, 0.0, 0)
+        of_one, of_other = self._predicted(policy_id, base_id, projected)
+        predicted, of_units = self._speedup(of_one, of_other)
+        beyond, of_rows = self._speedup(a, b, of_one[rows], of_other[rows])
+        rest = self._grouped(of_rows, rows)
+        if len(rest) < 2:
+            return Estimate(predicted + beyond, 0.0, 0)
+        variances = [(float(rest.var(ddof=1)) / len(rest), len(rest) - 1.0)]
+        if population and of_units.any():
+            known, executed = self._grouped(of_units), self._grouped(of_units[rows], rows)
+            joint = max(0.0, float(np.cov(executed, rest)[0, 1]))
+            sampled = float(known.var(ddof=1) + 2 * joint) / len(known)
+            variances.append((sampled, len(known) - 1.0))
+        return Estimate(predicted + beyond, *_summed(*variances))
+
+    def outliers(self, policy_id: str, base_id: str) -> NDArray[np.intp]:
+        """Numbers of the executed units whose ratio of costs, over the predicted one, stands out
+        from the others', to either side: by :data:`FAR` standard deviations, as told by the median
+        departure, and by :data:`CLEAR` at least."""
+        rows, a, b = self._executed(policy_id, base_id)
+        of_one, of_other = self._predicted(policy_id, base_id)
+        logs = np.log(b / a) - np.log(of_other / of_one)[rows]
+        departures = np.abs(logs - np.median(logs))
+        deviation = float(np.median(departures)) / NORMAL_QUARTILE
+        return rows[departures > max(FAR * deviation, CLEAR)]
+
+    def _executed(
+        self, policy_id: str, base_id: str
+    ) -> tuple[NDArray[np.intp], FloatArray, FloatArray]:
+        """(numbers of the units that both were executed on, both policies' costs of these by the
+        passes that both have)."""
         one, other = self.seconds[policy_id], self.seconds[base_id]
         shared = ~(np.isnan(one) | np.isnan(other))
         rows = np.flatnonzero(shared.any(1))
-        if not len(rows):
-            return Estimate(0.0, 0.0, 0)
-        a, b = (_medians(np.where(shared, costs, np.nan)[rows]) for costs in (one, other))
-        if projected and {policy_id, base_id} <= (self.expected or {}).keys():
-            assert self.expected is not None
-            of_one, of_other = self.expected[policy_id], self.expected[base_id]
-            log, deviations = self._speedup(of_one, of_other)
-            beyond = np.log(b / a) - np.log(of_other[rows] / of_one[rows])
-            mean, error, freedom = _trimmed(beyond)
-            if population and freedom:
-                joint = max(0.0, float(np.cov(deviations[rows], beyond)[0, 1]))
-                sampled = float(deviations.var(ddof=1) + 2 * joint) / len(deviations)
-                error, freedom = _summed((error**2, freedom), (sampled, len(deviations) - 1))
-            return Estimate(log + mean, error, freedom)
-        log, deviations = self._speedup(a, b)
-        if len(rows) < 2:
-            return Estimate(log, 0.0, 0)
-        return Estimate(log, float(deviations.std(ddof=1)) / math.sqrt(len(rows)), len(rows) - 1)
+        a, b = (medians(np.where(shared, costs, np.nan)[rows]) for costs in (one, other))
+        return rows, a, b
 
-    def _speedup(self, one: FloatArray, other: FloatArray) -> tuple[float, FloatArray]:
-        """The logarithm of a speed-up over all units together, and how much each departs from it
-        (to first order), float64 [units]."""
+    def _predicted(
+        self, policy_id: str, base_id: str, projected: bool = True
+    ) -> tuple[FloatArray, FloatArray]:
+        """Predicted costs of all units under both; all alike where one is not predicted."""
+        if not projected or not {policy_id, base_id} <= (self.expected or {}).keys():
+            return (np.ones(len(self.seconds[policy_id])),) * 2
+        assert self.expected is not None
+        return self.expected[policy_id], self.expected[base_id]
+
+    def _speedup(
+        self,
+        one: FloatArray,
+        other: FloatArray,
+        of_one: FloatArray | float = 1.0,
+        of_other: FloatArray | float = 1.0,
+    ) -> tuple[float, FloatArray]:
+        """The logarithm of a speed-up over all units together, beyond the speed-up that is
+        predicted of them (none by default), and how much each departs from it (to first order),
+        float64 [units]."""
         if self.by_size:
-            return math.log(other.sum() / one.sum()), other / other.mean() - one / one.mean()
-        logs = np.log(other / one)
+            scale = np.mean(one) / np.mean(of_one), np.mean(other) / np.mean(of_other)
+            departs = (other - scale[1] * of_other) / other.mean()
+            departs = departs - (one - scale[0] * of_one) / one.mean()
+            return math.log(scale[1] / scale[0]), departs
+        logs = np.log(other / one) - np.log(np.divide(of_other, of_one))
         return float(logs.mean()), logs - logs.mean()
+
+    def _grouped(self, values: FloatArray, rows: NDArray[np.intp] | None = None) -> FloatArray:
+        """The sum of the values of each group, scaled so that their mean is that of all values:
+        float64 [groups], or as they are where no unit shares a group. ``rows``: of which units they
+        are (None: of all)."""
+        if self.groups is None:
+            return values
+        groups = self.groups if rows is None else self.groups[rows]
+        _, number = np.unique(groups, return_inverse=True)
+        sums = np.bincount(number, values)
+        return sums * len(sums) / len(values)
 
     def leader(self, policies: Sequence[str]) -> str:
         """The fastest of some policies on the units of a race, by point estimate against the first
         of them."""
         return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
-
-
-def _trimmed(values: FloatArray) -> tuple[float, float, float]:
-    """(trimmed mean, its standard error, degrees of freedom)."""
-    n = len(values)
-    cut = int(TRIM * n)
-    ordered = np.sort(values)
-    middle = ordered[cut : n - cut]
-    if len(middle) < 2:
-        return float(middle.mean()), 0.0, 0
-    spread = np.clip(ordered, middle[0], middle[-1]).std(ddof=1)
-    return float(middle.mean()), float(spread / ((1 - 2 * cut / n) * math.sqrt(n))), len(middle) - 1
 
 
 def _summed(*variances: tuple[float, float]) -> tuple[float, float]:
@@ -140,7 +183,7 @@ def _summed(*variances: tuple[float, float]) -> tuple[float, float]:
     return math.sqrt(total), freedom
 
 
-def _medians(costs: FloatArray) -> FloatArray:
+def medians(costs: FloatArray) -> FloatArray:
     """The median of each row, without its NaNs (numpy's is slow where there are few)."""
     ordered, count = np.sort(costs, axis=1), (~np.isnan(costs)).sum(1)
     rows = np.arange(len(costs))

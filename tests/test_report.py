@@ -199,14 +199,14 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     assert re.findall("<pre>spectune (.*)</pre>", text) == ([command] if command else [])
     assert ("<p>Nothing was published: " in text) == ("blocked" in more)
     for saved in (
-        "1.74 (99% interval 0.87 to 3.47) GPU hours per million tokens; with 8 busy devices, 64.0",
-        "At 2.5 an hour: 4.34 (99% interval 2.17 to 8.68) per million tokens, 160.00 ",
+        "1.74 (98% interval 0.87 to 3.47) GPU hours per million tokens; with 8 busy devices, 64.0",
+        "At 2.5 an hour: 4.34 (98% interval 2.17 to 8.68) per million tokens, 160.00 ",
     ):
         assert (saved in text) == first.startswith("Deploy")
     last = closing(
         stored.evidence["tuned"], "here", [("cli.py run --policy active", "decodes with it")]
     )
-    gain = "was 1.500 times as fast as autoregressive (99% interval 1.250 to 2.000) on 7 requests"
+    gain = "was 1.500 times as fast as autoregressive (98% interval 1.250 to 2.000) on 7 requests"
     assert max(map(len, last.splitlines())) < 80
     last = " ".join(last.split())
     assert (gain in last) == (first == DEPLOY)

@@ -167,7 +167,7 @@ def test_only_a_confirmed_gain_is_published(
     assert (chosen, publish) == (incumbent, not published)
     confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
     chosen, reason, publish = decide(winner, incumbent, confirmed, in_force=published)
-    faster = f"was {ratio:.3f} times as fast as autoregressive (99% interval {low:.3f} to"
+    faster = f"was {ratio:.3f} times as fast as autoregressive (98% interval {low:.3f} to"
     assert faster in reason
     assert f"on {requests} requests held out" in reason
     if why:
