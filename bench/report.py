@@ -565,9 +565,8 @@ def headline() -> str:
     confirmed, (low, high) = run["tuned"]["confirmed"], run["tuned"]["confirmed"]["interval"]
     return (
         f"On an {run['on']}, a pair at the cost of an 8B model: **{confirmed['ratio']:.2f} times "
-        f"autoregression** ({100 * confirmed['level']:.0f}% interval {low:.2f} to {high:.2f}), found "
-        f"in {run['wall_s']:.0f} s; "
-        "see [results](#results) for what that leaves out."
+        f"autoregression** ({100 * confirmed['level']:.0f}% interval {low:.2f} to {high:.2f}), "
+        f"found in {run['wall_s']:.0f} s; see [results](#results) for what that leaves out."
     )
 
 
