@@ -31,9 +31,18 @@ _CONNECT_ARGS = {
     "keepalives_interval": 10,
     "keepalives_count": 3,
     "tcp_user_timeout": 60_000,
-    "options": "-c lock_timeout=60s",
 }
 """libpq's parameters unless the URL gives them: seconds, ``tcp_user_timeout`` in milliseconds."""
+_POOLED = {"client_encoding": "utf8", "prepare_threshold": None}
+"""Parameters whatever the URL gives: of a database in SQL_ASCII text would be bytes, and behind a
+pooler the next transaction's server may not know a statement that was prepared."""
+_ENCODINGS = ("UTF8", "SQL_ASCII")
+"""Encodings of databases that hold every text."""
+_LOCK_TIMEOUT = (
+    "SELECT set_config('lock_timeout', '60s', true) WHERE current_setting('lock_timeout') = '0'"
+)
+"""Of one transaction, unless a role, a database or the URL sets one: poolers refuse ``options``,
+and would hand a session's setting to others."""
 _PRAGMAS = (
     *("synchronous=NORMAL", "foreign_keys=ON", "cache_size=-20000"),
     "page_size=1024",  # of a new file; panoramas are 1-10 kB: larger pages leave more room unused
@@ -99,6 +108,8 @@ class Database:
             _make_file(self.name, create)
         with translated(self.url):
             with self._engine.connect() as connection:
+                if self.dialect != "sqlite":
+                    _check_encoding(connection, self.name)
                 before = revision(connection)
             if before is None and not create:
                 raise DatabaseError(
@@ -186,6 +197,17 @@ def upgrade(url: str) -> tuple[str | None, str]:
         return database.prepare(create=True), HEAD
 
 
+def _check_encoding(connection: Connection, name: str) -> None:
+    """Raises :class:`DatabaseError` for a PostgreSQL database that cannot hold every text."""
+    driver: Any = connection.connection.driver_connection
+    encoding = driver.info.parameter_status("server_encoding")
+    if encoding not in _ENCODINGS:
+        raise DatabaseError(
+            f"database {name} has the encoding {encoding}, which cannot hold every text; make one "
+            "by CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+        )
+
+
 def _make_file(path: str, create: bool) -> None:
     if not create:
         raise DatabaseError(
@@ -205,9 +227,15 @@ def _engine(url: URL) -> Engine:
     )  # ``item``: numpy's numbers
     if url.get_backend_name() != "sqlite":
         defaults = {name: value for name, value in _CONNECT_ARGS.items() if name not in url.query}
-        return create_engine(
-            url, connect_args=defaults, pool_pre_ping=True, json_serializer=to_json
+        engine = create_engine(
+            url, connect_args=defaults | _POOLED, pool_pre_ping=True, json_serializer=to_json
         )
+
+        @event.listens_for(engine, "begin")
+        def limit_waiting(connection: Connection) -> None:
+            connection.exec_driver_sql(_LOCK_TIMEOUT)
+
+        return engine
     path = os.path.realpath(str(url.database))  # the log lies beside the file, not beside a link
     engine = create_engine(url, creator=partial(_connect, path), json_serializer=to_json)
 

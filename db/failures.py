@@ -3,6 +3,7 @@ trying again is right."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,7 @@ _SAID = {
     sqlite3.SQLITE_CORRUPT: "database {name} is damaged ({cause}); `db check` says what is usable; "
     "restore a copy, or save what is left by `sqlite3 {name} .recover | sqlite3 rescued.db`",
     "55P03": "database {name} is busy: another process holds what is needed ({cause})",
-    "57014": "database {name}: {cause}; add ?options=-c%20statement_timeout=2h to its URL to allow "
-    "more",
+    "57014": "database {name}: {cause}; ALTER ROLE ... SET statement_timeout = '2h' allows more",
 }
 """What is said of SQLite's primary result codes and PostgreSQL's SQLSTATEs."""
 _LATER = (
@@ -39,6 +39,8 @@ _LATER = (
 )
 """Result codes of SQLite and classes of SQLSTATE that may be gone next time: locked, full, away,
 failing over, rolled back for another transaction."""
+_REFUSED = re.compile(r"unsupported startup parameter: (\w+)")
+"""What PgBouncer says of a parameter that it does not pass on."""
 
 
 @contextmanager
@@ -68,6 +70,11 @@ def _explained(url: URL, error: DBAPIError) -> DatabaseError:
     said = getattr(getattr(cause, "diag", None), "message_primary", None) or cause
     # The server's errors carry a code: without one there is no connection.
     is_away = code is None and isinstance(error, OperationalError)
+    if is_away and (refused := _REFUSED.search(str(said))):
+        return DatabaseError(
+            f"database {shown(url)}: its pooler refuses {refused[1]!r}; leave it out of the URL, or "
+            "let the pooler ignore it (ignore_startup_parameters)"
+        )
     line = "cannot reach " + _PLAIN if is_away else _SAID.get(code, _PLAIN)
     may_pass = is_away or (code[:2] if isinstance(code, str) else code) in _LATER
     kind = UnavailableError if may_pass else DatabaseError

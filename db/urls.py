@@ -46,6 +46,13 @@ def parse_url(text: str) -> URL:
         )
     if find_spec("psycopg") is None:
         raise DatabaseError("PostgreSQL needs psycopg: `pip install 'psycopg[binary]'`")
+    threshold = url.query.get("prepare_threshold", "0")
+    if str(threshold).lower() not in ("0", "none"):
+        raise DatabaseError(
+            f"prepare_threshold={threshold} of the database URL: statements are never prepared, so "
+            "that poolers work; leave it out"
+        )
+    url = url.difference_update_query(["prepare_threshold"])
     return url.set(drivername="postgresql+psycopg")
 
 

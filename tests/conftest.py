@@ -97,11 +97,11 @@ class Postgresql:
         url = self._url.set(database=name).render_as_string(hide_password=False)
         return url.replace("postgresql+psycopg", "postgresql")
 
-    def create(self, name: str, *, empty: bool = False) -> str:
-        """Creates a database and returns its URL."""
+    def create(self, name: str, *, empty: bool = False, more: str = "") -> str:
+        """Creates a database, with ``more`` options, and returns its URL."""
         template = "template0" if empty else self._template
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {template}')
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE {template} {more}')
         return self.url(name)
 
     def drop(self, name: str) -> None:

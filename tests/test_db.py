@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_password_is_never_shown(text: str) -> None:
         ("postgresql://u:hunter2/d", "not understood"),
         ("postgresql://u@h/d?pasword=hunter2", "pasword"),
         ("postgresql://u@h/d?connect_timeout=soon", "connect_timeout"),
+        ("postgresql://u@h/d?prepare_threshold=5", "statements are never prepared"),
         ("", "empty"),
         (".", "cannot open database file"),
         (":memory:", "in-memory"),
@@ -317,6 +319,72 @@ def test_a_url_has_the_last_word_on_the_limits(
         connection: Any = session.connection().connection.driver_connection
         given = connection.info.get_parameters()
         assert (given["keepalives_idle"], given["connect_timeout"]) == (idle, "10")
+
+
+# --- poolers and encodings
+
+
+def test_a_transaction_leaves_nothing_with_its_session(postgresql_url: str) -> None:
+    """Behind a pooler in transaction mode the next transaction is another session's."""
+    url = f"{postgresql_url}?prepare_threshold=0&client_encoding=latin1"
+    upgrade(url)
+    with open_database(url) as database:
+        for _ in range(8):  # psycopg would prepare a statement that is executed so often
+            put(database)
+        with database.read() as session:
+            driver: Any = session.connection().connection.driver_connection
+            names = session.scalars(sa.text("SELECT name FROM pg_prepared_statements")).all()
+        assert "options" not in driver.info.get_parameters()
+        assert (names, driver.info.encoding) == ([], "utf-8")
+        assert driver.execute("SHOW lock_timeout").fetchone() == ("0",)
+
+
+def refusing_pooler(parameter: str) -> tuple[socket.socket, threading.Thread]:
+    """A listener that answers one connection as PgBouncer answers what it does not pass on."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    line = f"SFATAL\0C08P01\0Munsupported startup parameter: {parameter}\0\0".encode()
+
+    def answer() -> None:
+        with listener.accept()[0] as client:
+            while (length := int.from_bytes(client.recv(4))) == 8:  # asks for encryption
+                client.recv(4)
+                client.sendall(b"N")
+            assert parameter.encode() in client.recv(length - 4)
+            client.sendall(b"E" + (len(line) + 4).to_bytes(4) + line)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return listener, thread
+
+
+def test_what_a_pooler_refuses_is_named() -> None:
+    listener, answering = refusing_pooler("options")
+    with listener:
+        url = f"postgresql://u@127.0.0.1:{listener.getsockname()[1]}/d?options=-c%20work_mem=1MB"
+        with pytest.raises(DatabaseError, match="its pooler refuses 'options'; leave it") as caught:
+            open_database(url)
+        answering.join()
+    assert not isinstance(caught.value, UnavailableError)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "refused"), [("SQL_ASCII", ""), ("LATIN1", "LATIN1, which cannot hold every text")]
+)
+def test_a_database_of_any_encoding_works_or_is_refused(
+    postgresql: Any, encoding: str, refused: str
+) -> None:
+    name = f"t_{encoding.lower()}"
+    url = postgresql.create(name, empty=True, more=f"ENCODING '{encoding}' LOCALE 'C'")
+    try:
+        if refused:
+            assert refused in Door(url).refused("db check --upgrade")
+            return
+        with opened(url) as store:
+            store.put_policy("p", {"draft": "Schnee \u2603"}, "\u2603")
+            assert store.get_policy("p").document == {"draft": "Schnee \u2603"}
+            assert [policy.label for policy in store.list_policies()] == ["\u2603"]
+    finally:
+        postgresql.drop(name)
 
 
 # --- damage
