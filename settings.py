@@ -270,6 +270,11 @@ class Load(Group):
     arrivals: str | None = setting(
         None, "recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several with commas."
     )
+    unit: Literal["s", "ms"] | None = setting(
+        None,
+        "Unit of the numbers in a file of arrivals; default: as its format has it.",
+        option="arrivals-unit",
+    )
     objective: Literal["throughput", "tpot", "goodput"] = setting(
         "throughput", "What is best: tokens/s, time per token, or requests/s within ttft and tpot."
     )

@@ -72,8 +72,8 @@ def _explained(url: URL, error: DBAPIError) -> DatabaseError:
     is_away = code is None and isinstance(error, OperationalError)
     if is_away and (refused := _REFUSED.search(str(said))):
         return DatabaseError(
-            f"database {shown(url)}: its pooler refuses {refused[1]!r}; leave it out of the URL, or "
-            "let the pooler ignore it (ignore_startup_parameters)"
+            f"database {shown(url)}: its pooler refuses {refused[1]!r}; leave it out of the URL, "
+            "or let the pooler ignore it (ignore_startup_parameters)"
         )
     line = "cannot reach " + _PLAIN if is_away else _SAID.get(code, _PLAIN)
     may_pass = is_away or (code[:2] if isinstance(code, str) else code) in _LATER

@@ -20,6 +20,7 @@ from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
@@ -58,6 +59,7 @@ def tune_server(
     options: ProveOptions,
     *,
     limit: int | None = None,
+    unit: Unit | None = None,
     seed: int = 0,
     fresh: bool = False,
     progress: Progress = silent,
@@ -67,7 +69,8 @@ def tune_server(
     :func:`engine_bench` and :func:`prove_load` do."""
     if fresh or not _costs_are_known(store, server, info):
         _note_costs(store, server, info, _clients(arrivals, server), progress)
-    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=options.tell)
+    how: dict[str, Any] = {"limit": limit, "unit": unit, "tell": options.tell}
+    bench = engine_bench(store, info, [], arrivals, objective, **how)
     costs = replace(bench.costs, passes={server.draft: bench.costs.passes[server.draft]})
     bench = replace(bench, costs=costs, start=lambda wanted: server, loaded=server.draft)
     search = search_load(store, bench, seed=seed, progress=progress)

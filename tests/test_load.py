@@ -76,7 +76,9 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
     assert again["loads"][0]["requests"] == 500
     file = tmp_path / "trace.csv"
     file.write_text("TIMESTAMP\n1\n41\n")
-    assert "2 arrivals in 40 s" in server.call(*asked, "--arrivals", file, "--tpot", "40ms").stderr
+    assert "in which unit: say --set load.unit=s or =ms" in server.refused(*asked, arrivals=file)
+    at = (*asked, "--arrivals", file, "--set", "load.unit=s")
+    assert "2 arrivals in 40 s" in server.call(*at, "--tpot", "40ms").stderr
     said = server.call(*asked, "--arrivals", "clients:12").stderr
     assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in said
     fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).model_dump_json()

@@ -369,14 +369,23 @@ def test_arrivals_as_they_are_asked_for(tmp_path: Path) -> None:
 AZURE = "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.6805900,374\n2023-11-16 18:15:48.1805900,9\n"
 BURST = "Timestamp,Model,Request tokens\n5,ChatGPT,472\n45,GPT-4,1087\n"
 MOON = '{"timestamp": 0, "input_length": 7, "hash_ids": [0]}\n{"timestamp": 3000, "hash_ids": []}\n'
+BAILIAN = """
+{"chat_id": 1, "timestamp": 0.0, "input_length": 9, "turn": 1, "hash_ids": [1]}
+{"chat_id": 2, "timestamp": 14.62, "input_length": 9, "turn": 1, "hash_ids": [2]}
+"""
+TEXTS = """
+{"timestamp": 0, "text_input": "one paragraph\u2028and \x85another"}
+{"timestamp": 500, "text_input": "plain"}
+"""
 MIXED = "TIMESTAMP\n2024-05-10 00:00:00+00:00\n2024-05-10 00:00:01.5\n"
 TRACES = (
     ("\ufeff" + AZURE, 1.5, "of 'TIMESTAMP', dates"),
     (MIXED, 1.5, "dates"),
     (BURST, 40.0, "of 'Timestamp', numbers in s"),
     (MOON, 3.0, "of 'timestamp', numbers in ms"),
-    ("TIMESTAMP\n1715299200\n1715299201\n", 1.0, "numbers in s"),
-    ('{"arrival_time": 1}\n{"arrival_time": 3.5}\n', 2.5, "numbers in s"),
+    (BAILIAN, 14.62, "numbers in s"),
+    ("arrived_at,num_prefill_tokens\n0.5,9\n3,9\n", 2.5, "numbers in s"),
+    (TEXTS, 0.5, "numbers in ms"),
 )
 NO_TRACES = (
     ("TIMESTAMP\n1\n\n,2\n", "a.csv:4: '' is no date and no number"),
@@ -384,6 +393,11 @@ NO_TRACES = (
     ('{"timestamp": 1}\n{"timestamp": null}', "a.csv:2: None is no date and no number"),
     ('{"timestamp": 1}\n5', "a.csv:2: expected an object, not int"),
     ("TIMESTAMP\n", "holds no request"),
+    ("TIMESTAMP\n1715299200\n", "'TIMESTAMP' holds numbers, and not in which unit: say --set"),
+    (
+        '{"timestamp": 0.5, "hash_ids": [1]}',
+        "holds fractions, where .*load.unit=s or =ms",
+    ),
 )
 
 
@@ -399,6 +413,21 @@ def test_public_traces_are_read_and_their_unit_is_said(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(TraceError, match=says):
             loads_of(str(file), (), 5)
+
+
+def test_a_unit_that_is_said_counts_and_too_dense_a_load_is_warned_of(tmp_path: Path) -> None:
+    file, said = tmp_path / "a.csv", list[str]()
+    file.write_text("TIMESTAMP\n1715299200\n1715299204\n")
+    for unit, rate, span_s in (("s", "", 4.0), ("ms", "", 4e-3), (None, "@4", 0.5)):
+        loads = loads_of(f"{file}{rate}", (), 5, unit=unit, tell=said.append)
+        assert loads[f"{file}{rate}"].arrivals == pytest.approx((0.0, span_s))
+    assert [line.partition(": ")[0] for line in said] == [str(file)] * 3
+    file.write_text("\n".join(["TIMESTAMP", *["2024-05-10 00:00:00"] * 12]))
+    loads_of(str(file), (), 5, unit="s", tell=said.append)
+    assert "dates, on which load.unit has no effect" in said[-2]
+    assert said[-1].startswith(f"warning: {file}: 12 arrivals in 0 s are more than 1,000 a second")
+    loads_of("poisson:2", (), 5, unit="s", tell=said.append)
+    assert said[-1] == "no effect on --arrivals poisson:2, which is no file: load.unit"
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

@@ -46,6 +46,20 @@ def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
         raise error(f"{shortened(where)}: not JSON (nested too deeply)") from None
 
 
+def json_lines(text: str, where: str, error: type[SpectuneError]) -> Iterator[tuple[int, str, Any]]:
+    """Each line of JSON lines that is not blank: its number, where it stands, and what it says, or
+    the ``error`` that says why it is no JSON. Lines end at a line feed alone: strings of JSON may
+    hold other separators, such as U+2028."""
+    for n, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place, value = f"{where}:{n}", None
+            try:
+                value = parse_json(line, place, error)
+            except error as problem:
+                value = problem
+            yield n, place, value
+
+
 def read_json(
     path: str | Path, where: str, error: type[SpectuneError], *, missing: str = "no such file"
 ) -> Any:

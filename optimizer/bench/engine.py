@@ -18,6 +18,7 @@ from spectune.optimizer.bench import PartName, Prediction
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.on_engine import execute
 from spectune.optimizer.parts import Parts, recorded_parts
+from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
@@ -369,12 +370,13 @@ def engine_bench(
     objective: Objective,
     *,
     limit: int | None = None,
+    unit: Unit | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> EngineBench:
     """The bench of an engine's recording, for policies, or where there are none for those of every
-    draft that the engine had loaded, under the loads that ``arrivals`` names; ``tell`` is told how
-    a file of arrivals was read. Raises as :func:`open_trace`, :func:`loads_of` and
-    :func:`costs_of_engine` do."""
+    draft that the engine had loaded, under the loads that ``arrivals`` names, the numbers of a
+    file in ``unit``; ``tell`` is told how a file of arrivals was read. Raises as
+    :func:`open_trace`, :func:`loads_of` and :func:`costs_of_engine` do."""
     engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
     for policy in policies:
         engine.runs(policy)
@@ -389,7 +391,7 @@ def engine_bench(
         # They are stored in the order in which they ended.
         trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)
-    loads = loads_of(arrivals, requests, count, limit, tell=tell)
+    loads = loads_of(arrivals, requests, count, limit, unit=unit, tell=tell)
     drafts = store.get_pair(info.pair_id).document.get("drafts", {})
     unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
     return EngineBench(info, engine, rules, costs, trace, parts, loads, objective, count, unserved)

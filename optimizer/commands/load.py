@@ -55,8 +55,8 @@ def simulate_under_load(
     draft and of one that keeps it loaded and drafts 0 tokens."""
     talk.no_effect(s, "on one policy", "load.objective")
     objective = Objective("throughput", s.load.ttft, s.load.tpot)
-    arrivals = s.load.arrivals or ""
-    bench = engine_bench(store, info, [policy], arrivals, objective, limit=s.limit, tell=talk.tell)
+    how: dict[str, Any] = {"limit": s.limit, "unit": s.load.unit, "tell": talk.tell}
+    bench = engine_bench(store, info, [policy], s.load.arrivals or "", objective, **how)
     simulated = bench.simulate_loads(policy, bench.trace)
     draft, plain = bench.server_draft(policy), _without_drafting(bench, policy)
     beside = {key: bench.simulate_loads(p, bench.trace) for key, p in plain.items()}
@@ -119,8 +119,8 @@ def tune_load(s: Tune, talk: Talk) -> Result:
         if s.serve or s.typed("pair", "target", "drafts"):
             spec = pair_of(s, store, info.id)
             info = recording_of(store, info.id, spec)
-        arrivals, limit = s.load.arrivals, s.requests.limit
-        bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=talk.tell)
+        how: dict[str, Any] = {"limit": s.requests.limit, "unit": s.load.unit, "tell": talk.tell}
+        bench = engine_bench(store, info, [], s.load.arrivals, objective, **how)
         unseen(info, len(bench.trace.order), talk)
         search = search_load(store, bench, seed=s.search.seed, progress=talk.progress)
         place = place_of(store, info, deployment_for(s, info.engine))

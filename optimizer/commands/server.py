@@ -91,6 +91,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
                 place,
                 options,
                 limit=s.requests.limit if recorded else None,
+                unit=s.load.unit,
                 seed=s.search.seed,
                 fresh=s.fresh,
                 progress=talk.progress,
@@ -116,7 +117,8 @@ def _check(s: Tune, talk: Talk) -> None:
         keys = ("workload", "requests.c", "sampling.")
         talk.no_effect(s, "on a recording, whose texts are there", *keys)
     if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
-        loads_of(s.load.arrivals, (), 1)  # what is wrong is told before anything is sent
+        # What is wrong is told before anything is sent.
+        loads_of(s.load.arrivals, (), 1, unit=s.load.unit)
     if s.report != "none":
         check_writable(s, report=s.report)
 

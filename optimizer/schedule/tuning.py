@@ -126,8 +126,9 @@ def _tune_engine(
     assert settings.engine is not None
     info = latest_traffic(store, settings.engine, spec.id)
     objective = objective_of(settings.load)
-    arrivals, limit = settings.load.arrivals or "recorded", settings.requests.limit
-    bench = engine_bench(store, info, [], arrivals, objective, limit=limit, tell=tell)
+    how: dict[str, Any] = {"limit": settings.requests.limit, "unit": settings.load.unit}
+    arrivals = settings.load.arrivals or "recorded"
+    bench = engine_bench(store, info, [], arrivals, objective, tell=tell, **how)
     search = search_load(store, bench, progress=progress)
     options = _prove_options(settings, job, tell)
     place = place_of(store, info, settings.deployment)
@@ -159,6 +160,7 @@ def _tune_url(
             place_of(store, info, settings.deployment),
             _prove_options(settings, job, tell),
             limit=settings.requests.limit,
+            unit=settings.load.unit,
             progress=progress,
         )[1]
 

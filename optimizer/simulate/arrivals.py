@@ -1,4 +1,4 @@
-"""Files of arrivals: when requests came, as public traces have it (Azure's, BurstGPT's,
+"""Files of arrivals: when requests came, as public traces have it (Azure's, BurstGPT's, Alibaba's,
 Mooncake's)."""
 
 from __future__ import annotations
@@ -8,25 +8,44 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
-from spectune.traces.files import parse_json, read_text
+from spectune.traces.files import json_lines, read_text
 from spectune.traces.text import shortened
 
+Unit = Literal["s", "ms"]
 NAMES: Final = ("timestamp", "arrival_timestamp", "arrival_time", "arrived_at", "time")
 """Columns of moments, in any case; the first that there is."""
-MOONCAKE: Final = {"hash_ids", "input_length", "text_input"}
-"""Keys beside which a `timestamp` is in milliseconds, as Mooncake and AIPerf write it; other
-numbers are seconds."""
+FORMATS: Final[tuple[tuple[set[str], Unit], ...]] = (
+    ({"chat_id"}, "s"),  # Alibaba's Bailian, beside Mooncake's keys
+    ({"request tokens", "response tokens"}, "s"),  # BurstGPT
+    ({"num_prefill_tokens", "num_decode_tokens"}, "s"),  # Vidur
+    ({"prompt_size", "token_size"}, "s"),  # Splitwise
+    ({"hash_ids", "input_length", "text_input"}, "ms"),  # Mooncake and AIPerf
+)
+"""Columns, in small letters, one of which tells the unit of a public trace's numbers; the first
+that a file has."""
+DENSE: Final = 1_000
+"""Requests per second from which on a wrong unit is likelier."""
+SAY_UNIT: Final = "say --set load.unit=s or =ms"
 
 
-def read_arrivals(path: str, tell: Callable[[str], None], missing: str) -> FloatArray:
+def read_arrivals(
+    path: str,
+    tell: Callable[[str], None],
+    missing: str,
+    unit: Unit | None = None,
+    *,
+    scaled: bool = False,
+) -> FloatArray:
     """The moments of a CSV or of JSON lines, seconds; ``tell`` is told what was read, and in which
-    unit. Raises TraceError for a file that has none, ``missing`` where there is no such file."""
+    unit. Numbers are in ``unit``, by default as the file's format has it. ``scaled``: they are
+    brought to a rate, so that the unit does not matter. Raises TraceError for a file that has none
+    or whose unit is not known, ``missing`` where there is no such file."""
     where = f"--arrivals {path}"
     text = read_text(path, where, TraceError, missing=missing)
     rows = list(_objects(text, where) if text.lstrip().startswith("{") else _table(text, where))
@@ -41,13 +60,38 @@ def read_arrivals(path: str, tell: Callable[[str], None], missing: str) -> Float
     kinds = {isinstance(moment, datetime) for moment in moments}
     if len(kinds) > 1:
         raise TraceError(f"{where}: {column!r} has dates and numbers; write all in one way")
-    kind = "numbers in s"
     if kinds == {True}:
         kind, moments = "dates", np.array([moment.timestamp() for moment in moments])
-    elif MOONCAKE & rows[0][1].keys():
-        kind, moments = "numbers in ms", moments / 1e3
-    tell(f"{path}: {len(rows)} arrivals in {np.ptp(moments):.6g} s, of {column!r}, {kind}")
+        kind += ", on which load.unit has no effect" if unit else ""
+    elif scaled:
+        kind = "numbers"
+    else:
+        unit = unit or _unit(set(columns), moments, f"{where}: {column!r}")
+        kind, moments = f"numbers in {unit}", moments / {"s": 1, "ms": 1e3}[unit]
+    span = np.ptp(moments)
+    lasts = "" if scaled else f" in {span:.6g} s"
+    tell(f"{path}: {len(rows)} arrivals{lasts}, of {column!r}, {kind}")
+    if not scaled and len(rows) - 1 > DENSE * span:
+        tell(
+            f"warning: {path}: {len(rows)} arrivals in {span:.6g} s are more than {DENSE:,} a "
+            f"second; where its numbers have another unit, {SAY_UNIT}; FILE@RATE brings them to a "
+            "rate"
+        )
     return moments
+
+
+def _unit(columns: set[str], moments: FloatArray, where: str) -> Unit:
+    """The unit of a file's numbers, by its columns. Raises TraceError where they do not tell it, or
+    the numbers contradict it."""
+    unit = next((unit for keys, unit in FORMATS if keys & columns), None)
+    if unit is None:
+        raise TraceError(f"{where} holds numbers, and not in which unit: {SAY_UNIT}")
+    if unit == "ms" and (moments % 1).any():
+        raise TraceError(
+            f"{where} holds fractions, where Mooncake's traces, whose columns these are, have "
+            f"whole milliseconds: {SAY_UNIT}"
+        )
+    return unit
 
 
 def _table(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -60,12 +104,12 @@ def _table(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _objects(text: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for n, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            row = parse_json(line, f"{where}:{n}", TraceError)
-            if not isinstance(row, dict):
-                raise TraceError(f"{where}:{n}: expected an object, not {type(row).__name__}")
-            yield f"{where}:{n}", row
+    for _, place, row in json_lines(text, where, TraceError):
+        if isinstance(row, TraceError):
+            raise row
+        if not isinstance(row, dict):
+            raise TraceError(f"{place}: expected an object, not {type(row).__name__}")
+        yield place, row
 
 
 def _moment(value: Any, where: str, column: str) -> float | datetime:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.protocol import Load
-from spectune.optimizer.simulate.arrivals import read_arrivals
+from spectune.optimizer.simulate.arrivals import Unit, read_arrivals
 from spectune.optimizer.simulate.chain_tables import Index
 from spectune.settings import Load as LoadSettings
 from spectune.traces.cost_table import FloatArray
@@ -28,14 +28,18 @@ def loads_of(
     count: int,
     limit: int | None = None,
     *,
+    unit: Unit | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Load]:
     """The loads that ``--arrivals`` asks for, by name: one, or one for each of several numbers
     (``poisson:1,2,4``). ``count`` requests come by chance, always by the same; of those recorded or
-    in a file all, or the first ``limit``; ``tell`` is told how a file was read. Raises TraceError
-    for anything else, with what is known.
+    in a file all, or the first ``limit``. ``unit`` is that of a file's numbers
+    (:func:`read_arrivals`); ``tell`` is told how a file was read. Raises TraceError for anything
+    else, with what is known.
     """
     kind, _, numbers = arrivals.partition(":")
+    if unit and (arrivals.partition("@")[0] == "recorded" or kind in ("clients", "poisson")):
+        tell(f"no effect on --arrivals {arrivals}, which is no file: load.unit")
     if kind == "clients" and numbers:
         return {f"clients:{n:g}": Load(int(n)) for n in _numbers(numbers, arrivals, integers=True)}
     if kind == "poisson" and numbers:
@@ -50,7 +54,8 @@ def loads_of(
     if path == "recorded":
         moments = recorded_arrivals(requests)
     else:
-        moments = read_arrivals(path, tell, f"there is no such file; it takes {GRAMMAR}")
+        missing = f"there is no such file; it takes {GRAMMAR}"
+        moments = read_arrivals(path, tell, missing, unit, scaled=bool(rates))
     moments = np.sort(moments)[:limit] - moments.min()
     if not rates:
         return {arrivals: _at_rate(moments, 1.0)}
