@@ -27,7 +27,7 @@ from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import GrownTree, ancestors
 from spectune.runtime.verification import accept, accept_chain, verify_rejection
-from spectune.traces.errors import PolicyError, WorkloadError
+from spectune.traces.errors import PolicyError, WorkloadError, naming
 from spectune.traces.schema import Finish, Request, Sampling, Step, Tokens, Verifier, request_seed
 from spectune.traces.tables import LatencyProfile, Trajectory
 
@@ -239,6 +239,10 @@ class Decoder:
 
     def decode(self, request: DecodeRequest, category: str = "") -> Decoded:
         """Decodes a request to its end."""
+        with naming(f"request {request.id}"):
+            return self._decode(request, category)
+
+    def _decode(self, request: DecodeRequest, category: str) -> Decoded:
         began = self.clock()
         steps: list[Step] = []
         plans: list[tuple[int, Plan]] = []

@@ -20,7 +20,7 @@ from spectune.runtime.checkpoints import (
     translated,
 )
 from spectune.runtime.pair import PairSpec
-from spectune.traces.errors import PairError, WorkloadError
+from spectune.traces.errors import PairError, WorkloadError, naming
 from spectune.traces.schema import Request, message_texts
 
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -60,6 +60,11 @@ class TextCodec:
         """Longest sequence that every model of the pair can hold."""
         return self.context().positions
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return _templated(self.tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt as the target sees it (with the tokenizer's own special tokens)."""
         return list(self.tokenizer(text)["input_ids"])
@@ -89,7 +94,8 @@ class TextCodec:
                 return list(out["input_ids"])
         if chat and _needs_template(request):
             raise _no_template(request)
-        return self.encode("\n\n".join("\n".join(message_texts(m)) for m in request.chat()))
+        with naming(f"request {request.id}"):
+            return self.encode("\n\n".join("\n".join(message_texts(m)) for m in request.chat()))
 
     def text(self, ids: Collection[int]) -> str:
         """Decoded text, special tokens left out."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -17,12 +18,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers.processors import TemplateProcessing
 from trace_values import a_trajectory
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.loading import LoadedPair
+from spectune.runtime.rendered import rendered_before
 from spectune.settings import Requests
 from spectune.traces.errors import WorkloadError
 from spectune.traces.sanity import checked, repeats
@@ -112,6 +115,47 @@ def said(role: str, content: Any) -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
+def calling(arguments: Any, name: str = "rain") -> dict[str, Any]:
+    """A message that calls a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def tool(name: str, *properties: str) -> dict[str, Any]:
+    """A tool whose parameters are numbers."""
+    kinds = {key: {"type": "number"} for key in properties}
+    parameters = {"type": "object", "properties": kinds}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_a_table_gives_the_prompts_of_the_same_rows_in_json() -> None:
+    """Parquet unites the keys of structs."""
+    rows: list[dict[str, Any]] = [
+        {"messages": said("user", "Rain?"), "tools": [tool("rain", "town")],
+         "chat_template_kwargs": {"level": 2}},
+        {"messages": [*said("user", "Sum?"), calling({"a": 1}, "sum"), *said("tool", "3")],
+         "tools": [tool("sum", "a", "b")]},
+        {"messages": [*said("user", "Rain?"), calling({"town": 4}), *said("tool", "no")],
+         "tools": [tool("rain", "town")], "chat_template_kwargs": {"brief": True}},
+    ]  # fmt: skip
+    Path("w").write_text("\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "w.parquet")
+    written, table = (read_workload([name]).requests for name in ("w", "w.parquet"))
+    assert [(r.messages, r.template) for r in table] == [(r.messages, r.template) for r in written]
+    assert "null" not in json.dumps(Workload("w", table).to_json())
+
+
+def test_a_null_that_json_says_of_a_tool_or_call_stays() -> None:
+    tools = [tool("rain") | {"default": None}]
+    row = {"messages": [*said("user", "Rain?"), calling({"town": None}), *said("tool", "no")]}
+    (request,) = read(row | {"tools": tools, "category": None})
+    assert request.template == {"tools": tools}
+    assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"town": None}
+    row = {key: [json.dumps(value)] for key, value in (row | {"tools": tools}).items()}
+    (table,) = read(row, "w.parquet")  # a column of JSON's text, too
+    assert (table.messages, table.template) == (request.messages, request.template)
+
+
 GOOD = [{"id": f"c{n}", "conversations": SHAREGPT} for n in range(4)]
 CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 USED = [SHAREGPT[1], {"from": "function_call", "value": "{}"}, SHAREGPT[3]]
@@ -149,6 +193,23 @@ BAD_ROWS: tuple[tuple[Any, str], ...] = (
     ({"prompt": "x", "tools": "x"}, "'tools' must be a list of objects"),
     ({"prompt": "x", "chat_template_kwargs": 5}, "'chat_template_kwargs' must be an object"),
     ({"prompt": "x", "id": "z" * 501}, "'id' must be a text of at most 500 characters"),
+    ({"prompt": "x", "category": "\ud83d"}, "'category' holds a NUL or half of a surrogate pair"),
+    ({"prompt": "x", "tools": [{"least": -math.inf}]}, "'tools' holds what is no JSON: NaN, Inf"),
+    ({"prompt": "x", "tools": "[" * 9_000}, "'tools' must be a list of objects"),
+    ({"prompt": "x", "chat_template_kwargs": {"budget": math.inf}}, "'chat_template_kwargs' holds"),
+    ({"messages": [{**OPENAI[1], "name": "\udc00"}]}, "message 0: 'name' holds what is no JSON"),
+    ({"messages": [{**OPENAI[1], "seen": math.nan}]}, "message 0: 'seen' holds what is no JSON"),
+    ({"messages": [{**OPENAI[1], "deep": json.loads("[" * 500 + "]" * 500)}]}, "message 0: 'deep'"),
+    *(
+        ({"messages": [calling(given), *OPENAI[1:2]]}, f"message 0: {key!r} holds")
+        for given, key in (
+            ({"town": "\ud83d"}, "arguments"),
+            ({"towns": [{"\ud83d": 1}]}, "arguments"),
+            ('{"town": "\\ud83d"}', "arguments"),
+            ('{"town": NaN}', "arguments"),
+            ({"town": math.nan}, "arguments"),
+        )
+    ),
 )
 
 
@@ -282,6 +343,53 @@ def test_a_conversation_goes_through_the_chat_template(
     needs = r"request w:1: a conversation of 4 messages needs a chat template.*sampling.chat=false"
     with pytest.raises(WorkloadError, match=needs):
         pair.encode_request(SO_FAR, chat=True)
+
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def with_bos(chatting: LoadedPair) -> LoadedPair:
+    """A pair whose tokenizer puts BOS first and whose template writes special tokens."""
+    tokenizer = chatting.tokenizer
+    tokenizer.add_special_tokens(
+        {"bos_token": "<s>", "additional_special_tokens": [IM_START, IM_END]}
+    )
+    first = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", first)
+    tokenizer.chat_template = CHATML
+    return chatting
+
+
+def test_prompts_that_went_through_the_template_before_are_named(with_bos: LoadedPair) -> None:
+    rendered = f"<s>{IM_START}user\nWhy?{IM_END}\n{IM_START}assistant\n"
+    twice = [with_bos.tokenizer.bos_token_id] * 2
+    requests = [
+        Request("plain", "c", "Why?"),
+        Request("again", "c", rendered),
+        Request("talk", "c", messages=(*OPENAI[:3], {"role": "user", "content": IM_END})),
+        Request("completion", "c", rendered, is_plain=True),
+        Request("ids", "c", ids=(*twice, 5)),
+    ]
+    again, doubled = rendered_before(with_bos, requests, chat=True)
+    assert again == (
+        "2 of 5 prompts hold special tokens of the target's chat template (<s>, <|im_end|>, "
+        "<|im_start|>) and go through it all the same; if they went through it before, say --set "
+        "sampling.chat=false, and strip <s> from their beginning"
+    )
+    assert doubled.startswith("2 of 5 prompts begin with <s> twice")
+    (doubled,) = rendered_before(with_bos, requests, chat=False)
+    assert doubled.startswith("3 of 5 prompts begin with <s> twice")
+    assert with_bos.encode_request(requests[1], chat=False)[:2] == twice  # as it was given
+    stripped = [Request("again", "c", rendered.removeprefix("<s>"))]
+    assert rendered_before(with_bos, [*requests[:1], *stripped], chat=False) == []
+    right = with_bos.encode_request(requests[0], chat=True)
+    assert with_bos.encode_request(stripped[0], chat=False) == right
+    assert rendered_before(with_bos, requests[:1], chat=True) == []
 
 
 LOOPS = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from spectune.traces.text import one_line
 
 
@@ -11,6 +14,18 @@ class SpectuneError(Exception):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(one_line(str(message)))
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Notes on an exception that nobody foresaw what was at hand; the command line says it."""
+    try:
+        yield
+    except SpectuneError:  # says where itself
+        raise
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 class OutputError(SpectuneError):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from spectune.traces.errors import WorkloadError
-from spectune.traces.files import parse_json, read_text
+from spectune.traces.files import json_lines, parse_json, read_text
 from spectune.traces.schema import Workload
 from spectune.traces.text import shortened
 from spectune.traces.workloads import FORMATS, PROMPTS, BadRows, Line, Turns, make_workload
@@ -74,14 +73,11 @@ def _rows(path: str) -> Iterable[tuple[int, str, Any]]:
 
 
 def _lines(text: str, path: str) -> Iterator[tuple[int, str, Any]]:
-    for n, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                why = f"not JSON ({FORMATS}; a table's name ends in .csv, .tsv or .parquet)"
-                row = WorkloadError(f"{path}:{n}: {why}")
-            yield n, f"{path}:{n}", row
+    for n, where, row in json_lines(text, path, WorkloadError):
+        if isinstance(row, WorkloadError):
+            why = f"not JSON ({FORMATS}; a table's name ends in .csv, .tsv or .parquet)"
+            row = WorkloadError(f"{where}: {why}")
+        yield n, where, row
 
 
 def _table(text: str, path: str, delimiter: str) -> Iterator[tuple[int, str, Any]]:
@@ -107,6 +103,15 @@ def _parquet(path: str) -> list[Any]:
         why = "Parquet needs pyarrow; `pip install pyarrow`, or write CSV or JSON lines"
         raise WorkloadError(f"{path}: {why}") from None
     try:
-        return list(pyarrow.parquet.read_table(path).to_pylist())
+        rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
         raise WorkloadError(f"{path}: not Parquet ({problem})") from None
+    return [{key: _without_nulls(value) for key, value in row.items()} for row in rows]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table without the nulls of its structs, at any depth: a column's structs have
+    the keys of all, and those that a row did not say are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

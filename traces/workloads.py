@@ -10,7 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Workload
@@ -51,7 +60,21 @@ class Line(NamedTuple):
 
 def _decoded(value: Any) -> Any:
     """What tables, and calls of tools, hold as a string of JSON."""
-    return json.loads(value or "{}") if isinstance(value, str) else value
+    try:
+        return json.loads(value or "{}") if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it, dates and bytes as texts. Raises for what no template can write and
+    no database store."""
+    try:
+        value = to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="constants")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("no_json", "no JSON") from None
+    return value
 
 
 def _with_openai_keys(message: Any) -> Any:
@@ -72,7 +95,8 @@ _Str = Annotated[str, Field(pattern=r"\A[^\x00]*\z")]
 _Text = Annotated[str, Field(pattern=r"\A[^\x00]*[^\s\x00][^\x00]*\z")]
 _Part = Annotated[_Str, BeforeValidator(lambda p: p.get("text") if isinstance(p, dict) else p)]
 _Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]], Field(min_length=1)]
-_Object = Annotated[dict[str, Any], BeforeValidator(_decoded)]
+_Json = AfterValidator(_as_json)
+_Object = Annotated[dict[str, Any], BeforeValidator(_decoded), _Json]
 _Decoded = (BeforeValidator(_decoded), Field(min_length=1))
 _OneOrMore = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 _Prompts = BeforeValidator(
@@ -84,7 +108,10 @@ _NAME = f"a text of at most {NAME_LIMIT} characters"
 
 
 class _Open(BaseModel):
-    model_config = ConfigDict(extra="allow", ser_json_bytes="base64")
+    """What goes to the chat template with all its keys."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, _Json]] = Field(init=False)
 
 
 class _Function(_Open):
@@ -108,11 +135,13 @@ class _Message(_Open):
     def to_json(self) -> dict[str, Any]:
         parts = [{"type": "text", "text": text} for text in self.content]
         content = self.content[0] if len(parts) == 1 else parts
-        return {**self.model_dump(mode="json", exclude_unset=True), "content": content}
+        return {**self.model_dump(exclude_unset=True), "content": content}
 
 
-class _Row(_Open):
+class _Row(BaseModel):
     """What is read of a row; other keys are ignored."""
+
+    model_config = ConfigDict(extra="allow")
 
     id: _Str = _must_be(_NAME, "", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
     category: _Str = _must_be(_NAME, "all", max_length=NAME_LIMIT, coerce_numbers_to_str=True)
@@ -127,10 +156,10 @@ class _Row(_Open):
         "a whole number above 0", None, ge=1, validation_alias=AliasChoices(*MOST_TOKENS)
     )
     stop: Annotated[list[_Str], _OneOrMore] = _must_be("a text, or a list of texts", ())
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(_decoded)] = _must_be(
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(_decoded), _Json] = _must_be(
         "a list of objects", ()
     )
-    reasoning_effort: Any = None
+    reasoning_effort: Annotated[Any, _Json] = None
     chat_template_kwargs: _Object = _must_be("an object", {})
 
 
@@ -146,6 +175,10 @@ def _problem(error: ValidationError) -> str:
     if key is None:
         return "a key is no text"
     message = f"message {place[1]}: " if len(place) > 1 and place[0] == "messages" else ""
+    if first["type"] == "no_json":
+        name = shortened(str(place[-1]), 40)
+        why = "NaN, Infinity, half of a surrogate pair, or too many levels"
+        return f"{message}{name!r} holds what is no JSON: {why}"
     if first["type"] == "string_unicode" or (isinstance(value, str) and "\0" in value):
         return f"{message}{key!r} holds a NUL or half of a surrogate pair, which is no text"
     return f"{message}{key!r} must be {_FIELDS[key].description}"
@@ -174,14 +207,17 @@ def parse_row(
     asked = {key if key in ("turns", "prompt") else "messages": data[key]}
     try:
         row = _Row.model_validate({k: v for k, v in data.items() if k not in PROMPTS} | asked)
+        conversation = _conversation(row.messages, where, turns) if row.messages else []
     except ValidationError as error:
         raise WorkloadError(f"{where}: {_problem(error)}") from None
+    except ValueError as error:  # levels within what pydantic writes
+        raise WorkloadError(f"{where}: {key!r}: {error}") from None
     if key == "turns" and turns is None and len(row.turns) > 1:
         choice = "--set requests.turns=all (each a prompt of its own) or =first (the first alone)"
         raise WorkloadError(f"{where}: {len(row.turns)} turns; say {choice}")
     texts = row.turns[: None if turns == "all" else 1] or row.prompt
     prompts = [{"prompt": t} if isinstance(t, str) else {"ids": tuple(t)} for t in texts]
-    prompts = prompts or _conversation(row.messages, where, turns)
+    prompts = prompts or conversation
     template = {"tools": row.tools, "reasoning_effort": row.reasoning_effort}
     request = Request(
         row.id or name or where,

@@ -25,6 +25,7 @@ from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.plan import Plan
+from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
 from spectune.settings import Decoded, Decoding, OnDevice
 from spectune.traces.errors import EngineError, WorkloadError
@@ -98,9 +99,15 @@ def fit_to(
     s: Decoding,
     talk: Talk,
     drafts: Collection[str] | None = None,
+    *,
+    notes: bool = True,
 ) -> Workload:
     """The workload with its prompts in the context of the target and the ``drafts`` that are used
-    (None: all); what was done is said."""
+    (None: all); what was done is said, and with ``notes`` which look as if they had gone through
+    the chat template before."""
+    if notes:
+        for line in rendered_before(codec, workload.requests, chat=options.chat):
+            talk.tell(line)
     workload, done = made_to_fit(codec, workload, options, s.requests.overlong, drafts)
     if done:
         talk.tell(done)

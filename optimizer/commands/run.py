@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from spectune.db.errors import DatabaseError
 from spectune.engines.protocol import Answered
 from spectune.optimizer.changes import Shares, change_in_words, changes_of, label_of, shares_of
 from spectune.optimizer.commands.decoding import (
@@ -51,10 +50,11 @@ from spectune.runtime.decoder import Decoded, drafts_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec
 from spectune.settings import Generate, Run
 from spectune.traces.acceptance import executed_first, hardly_accepted
-from spectune.traces.errors import OutputError, WorkloadError
+from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Outcome, Request, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.store.traffic import TrafficWriter
@@ -104,7 +104,7 @@ def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
         policy = source.current().policy
         drafts = drafts_of(policy)
         if pair.context(drafts) != pair.context(()):
-            workload = fit_to(pair, workload, options, s, talk, drafts)
+            workload = fit_to(pair, workload, options, s, talk, drafts, notes=False)
         encoded = encode(pair, workload, options, drafts)
         about = recording_options(pair, options)
         recording = record_served(store, pair.id, spec, options, about, [policy])
@@ -240,7 +240,7 @@ def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk
                 purpose="run",
                 options={"deployment": deployment_for(s, s.engine), **stored},
             )
-    except (OutputError, DatabaseError) as error:
+    except Exception as error:
         failed = error
     first = executed_first(step for request in ran.requests for step in request.steps)
     for line in hardly_accepted(first, ran.about["heads"]):
@@ -263,6 +263,8 @@ def generate(s: Generate, talk: Talk) -> Result:
         # What does not fit is refused before anything else is said.
         workload = Workload("prompt", (Request("prompt", "prompt", s.prompt),))
         encode(pair, workload, options, ())
+        for line in rendered_before(pair, workload.requests, chat=options.chat):
+            talk.tell(line)
         profile = store.profile_of(pair.id, **pair.place)
         plan = plan_of(store, pair, s.policy, options, profile, s.deployment, talk)
     console = talk.console or Console(quiet=True)

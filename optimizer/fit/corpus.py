@@ -95,14 +95,15 @@ def _text(path: Path, start: int) -> str:
     text = b"".join(lines).decode(errors="replace").removeprefix("\ufeff")
     if path.suffix.lower() != ".jsonl":
         return text
-    return "\n\n".join(t for line in text.split("\n") if line.strip() for t in _row(path, line))
+    texts = "\n\n".join(t for line in text.split("\n") if line.strip() for t in _row(path, line))
+    return texts.encode(errors="replace").decode()  # half of a surrogate pair is no text
 
 
 def _row(path: Path, line: str) -> list[str]:
     """The text of a JSON line. Raises WorkloadError for one that is none or has none."""
     try:
         texts = list(_strings(json.loads(line)))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise WorkloadError(f"--corpus {path}: not JSON: {shortened(line)}") from None
     if not texts:
         raise WorkloadError(f"--corpus {path}: no text under {', '.join(KEYS)}: {shortened(line)}")
