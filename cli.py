@@ -11,7 +11,9 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import FrameType
@@ -39,8 +41,8 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 class Door(click.Group):
-    """Turns the project's errors and the system's into one line on stderr and exit code 2, Ctrl-C
-    into 130 and SIGTERM into 143."""
+    """Turns the project's errors and the system's into one line on stderr and exit code 2, any
+    other into one line and exit code 1, Ctrl-C into 130 and SIGTERM into 143."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for argument in args:
@@ -71,7 +73,7 @@ class Door(click.Group):
             # What no command foresaw: a name that is too long, a folder that went away, a full
             # disk.
             _refuse(ctx, f"{error.filename or 'the system'}: {error.strerror or error}")
-        except click.exceptions.Exit:
+        except (click.exceptions.Exit, click.exceptions.Abort):
             raise
         except KeyboardInterrupt as stopped:
             resumes = ctx.invoked_subcommand in RESUMING
@@ -80,6 +82,9 @@ class Door(click.Group):
                 f"interrupted; what was committed is kept, the same command {then}", err=True
             )
             ctx.exit(143 if isinstance(stopped, Terminated) else 130)
+        except Exception as error:
+            _unexpected(error)
+            ctx.exit(1)
         finally:
             if in_main:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
@@ -88,6 +93,18 @@ class Door(click.Group):
 def _refuse(ctx: click.Context, message: str) -> None:
     click.echo(f"error: {one_line(message)}", err=True)
     ctx.exit(2)
+
+
+def _unexpected(error: Exception) -> None:
+    """Says what nobody foresaw in one line, and in which file its traceback is."""
+    said = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, str(error)])
+    try:
+        file, path = tempfile.mkstemp(prefix="spectune-", suffix=".txt")
+        with open(file, "w", encoding="utf-8", errors="backslashreplace") as out:
+            out.writelines(traceback.format_exception(error))
+    except OSError:
+        raise error from None
+    click.echo(f"error: {one_line(said, 1_000)}; unexpected: the traceback is in {path}", err=True)
 
 
 def _usage(error: click.UsageError) -> str:

@@ -128,11 +128,12 @@ class Door:
     def call(
         self, *arguments: object, env: Mapping[str, str] | None = None, **options: object
     ) -> Result:
-        """Runs a command in this process. An exception that is no exit is raised: a user would have
-        seen a traceback."""
+        """Runs a command in this process. Asserts that nothing unexpected is raised."""
         found = CliRunner(env=dict(env or {})).invoke(main, self.arguments(*arguments, **options))
         if found.exception is not None and not isinstance(found.exception, SystemExit):
             raise found.exception
+        _, unexpected, path = found.stderr.partition("unexpected: the traceback is in ")
+        assert not unexpected, Path(path.strip()).read_text(encoding="utf-8")
         return found
 
     def json(self, *arguments: object, **options: Any) -> dict[str, Any]:

@@ -25,13 +25,16 @@ from doors import FIXED, ROOT, Door, commands, write_lines, write_workload
 from pairs import tiny_model, tokenizer
 from sqlalchemy.pool import Pool
 from test_docs import PAGES, blocks
+from transformers import PreTrainedTokenizerFast
 
 from spectune import api, options, settings
 from spectune.cli import main
 from spectune.optimizer.commands.session import write_text
 from spectune.optimizer.inputs import read_files
+from spectune.runtime.decoder import Decoder
 from spectune.settings import Requests
 from spectune.traces.errors import ConfigError, SpectuneError, WorkloadError
+from spectune.traces.store import TraceStore
 
 ANALYTIC = '{"draft": "near", "window": {"kind": "analytic", "gamma_max": 4}}'
 SHORT = ("--max-new-tokens", 12)
@@ -182,6 +185,45 @@ def test_a_mistake_is_one_line(door: Door, folder: Path, command: str, says: str
     assert says in line
     assert len(line) < 2100
     assert stat.S_ISFIFO(Path("pipe").stat().st_mode)
+
+
+def unexpected(door: Door, error: Exception) -> tuple[str, str]:
+    """What a run prints that ends with this error, which nobody foresaw: stdout, and the error's
+    line; asserts exit code 1 and that the traceback is where the line says."""
+    words = door.arguments(f"{RUN} --policy autoregressive --json", *SHORT)
+    found = CliRunner().invoke(main, words)
+    line, mark, path = found.stderr.splitlines()[-1].partition("; unexpected: the traceback is in ")
+    assert (found.exit_code, bool(mark), "Traceback" in found.stderr) == (1, True, False)
+    assert f"in fail\n    raise error\n{type(error).__name__}: " in Path(path).read_text()
+    Path(path).unlink()
+    return found.stdout, line
+
+
+def test_what_nobody_foresaw_is_one_line(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Exception = LookupError("half\na table")
+
+    def fail(*args: Any, **_: Any) -> tuple[()]:
+        if len(args) == 2:  # rounds before any is timed
+            return ()
+        raise error
+
+    monkeypatch.setattr(TraceStore, "put_run", fail)
+    figures, line = unexpected(door, error)  # what was found is printed first
+    assert (json.loads(figures)["requests"], line) == (4, "error: LookupError: half a table")
+    error = IndexError("index out of range")
+    monkeypatch.setattr(Decoder, "rounds", fail)
+    figures, line = unexpected(door, error)
+    assert (figures, line) == ("", "error: request r0: IndexError: index out of range")
+
+
+def test_prompts_that_went_through_a_template_before_are_told(door: Door, folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target", bos_token="<eos>")
+    tokenizer.chat_template = "<eos>user: {{ messages[0].content }}"
+    tokenizer.save_pretrained(folder / "target")
+    write_lines("rendered.jsonl", [{"prompt": "Who?"}, {"prompt": "<eos>user: Why?"}])
+    asked = ("run --workload rendered.jsonl --policy autoregressive", *SHORT)
+    told = door.call(*asked, pair=folder / "pair.json").stderr
+    assert "1 of 2 prompts hold special tokens of the target's chat template (<eos>)" in told
 
 
 @pytest.mark.parametrize(
