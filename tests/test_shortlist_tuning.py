@@ -27,6 +27,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Sampling
 from spectune.traces.tables import LatencyProfile
 
@@ -177,6 +178,18 @@ def test_lines_of_a_corpus_are_read_once(pair: LoadedPair, tmp_path: Path) -> No
         numbers = re.findall(r"line (\d+)", "\n".join(read))
         assert len(read) > 5
         assert sorted(map(int, numbers)) == list(range(300))
+
+
+def test_a_line_of_a_corpus_that_is_no_text_costs_itself_alone(
+    pair: LoadedPair, tmp_path: Path
+) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"text": "before"}\n{"text": "cut \\ud83d"}\n{"text": "after"}\n')
+    ((ids, _),) = corpus_tokens(pair, [str(file)])
+    assert pair.text(ids) == "before\n\ncut ?\n\nafter"
+    file.write_text("[" * 100_000)
+    with pytest.raises(WorkloadError, match=r"odd\.jsonl: not JSON: \[\["):
+        list(corpus_tokens(pair, [str(file)]))
 
 
 def test_examples_after_drafted_tokens_are_those_of_a_text_with_them(pair: LoadedPair) -> None:
