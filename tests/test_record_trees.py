@@ -107,7 +107,7 @@ def test_tuning_records_no_chains_anew_at_a_temperature(
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_chances_are_recorded_where_the_verifier_draws(
+def test_chances_are_recorded_above_temperature_0(
     tmp_path: Path, tiny_pair: Path, temperature: float, verifier: str
 ) -> None:
     door = Door(str(tmp_path / "spectune.db"), str(tiny_pair))
@@ -116,8 +116,7 @@ def test_chances_are_recorded_where_the_verifier_draws(
     made = door.json("record", "--pair", door.pair, "--workload", workload, *SHORT, *how)
     with opened(door.db) as store:
         (panorama,) = store.load(made["recording"]).panoramas("near")
-    drawn = verifier == "rejection" and temperature > 0
-    assert len(panorama.trie.accept) == drawn * panorama.positions
+    assert len(panorama.trie.accept) == (temperature > 0) * panorama.positions
 
 
 def test_resume_of_what_was_never_finished_says_how_to_finish_it(

@@ -190,8 +190,8 @@ class Trie(_ByContent):
     - ``text_slot`` uint8 [N]: which child is the text's next token; ``OFF_TEXT`` if none is, or the
       node is not on the text.
     - ``accept`` uint16 [L]: min(1, q(x)/p(x)) for the text's token x in 1/65535: the chance that
-      the ``rejection`` verifier kept the draft's proposal given that x was emitted. [0] where
-      another verifier, temperature 0 or a head leaves no such chance.
+      the ``rejection`` verifier keeps the draft's proposal given that x is emitted. [0] where
+      temperature 0, an engine that drafts greedily, or a head leaves no such chance.
     """
 
     parent: npt.NDArray[np.int32]

@@ -75,8 +75,8 @@ def record_panorama(
     and the distributions of EAGLE-2's trees of ``width`` and ``depth``.
 
     ``draft`` is one of the pair's or ``ngram``, of which there are chains alone. A language model's
-    acceptance probabilities cost one pass of the target; they are recorded where the verifier was
-    ``rejection`` above temperature 0."""
+    acceptance probabilities cost one pass of the target; they are recorded above temperature 0,
+    where the text was drawn here."""
     if draft == "ngram":
         return _ngram_panorama(trajectory, gamma_max)
     sampled = not trajectory.sampling.greedy and trajectory.verifier != "greedy"
@@ -123,7 +123,9 @@ def _recorded(
     """Every distribution that growths read, the first of which are chains."""
     text = _Recorder(pair, trajectory, draft, width, shortlists)
     sampled = not text.sampling.greedy
-    drawn = text.shared and sampled and trajectory.verifier == "rejection"
+    # What a shortlist gets accepted under rejection is asked on texts of that verifier alone.
+    verifiers = ("coupled", "rejection") if shortlists is None else ("rejection",)
+    drawn = text.shared and sampled and trajectory.verifier in verifiers
     accept = text.read_roots(pair if drawn else None)
     # Starts that share no nodes are taken a few at a time, so that what a pass sees stays short.
     starts, group = np.arange(len(text.output)), len(text.output) if text.shared else GROUP
