@@ -26,8 +26,9 @@ from spectune.optimizer.parts import Parts, mixed, recorded_parts
 from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
 from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
+from spectune.optimizer.rejection import BUDGET_SHARE, NotTried, RejectionChain, rejection_chain
 from spectune.optimizer.report.evidence import put_evidence, rounds_of_one
-from spectune.optimizer.report.words import sampling_in_words, verifier_in_words
+from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
 from spectune.optimizer.serving import earlier_winners, ready_plan
 from spectune.optimizer.shortlisted import ShortlistedDrafts
@@ -194,11 +195,9 @@ def as_recorded(settings: TuneOptions, recording: str, text: Trajectory) -> Tune
 def tell_power(
     settings: TuneOptions, categories: Sequence[str], parts: Parts | None = None
 ) -> None:
-    """Tells, before any work, what a confirmation on so many requests can show, and what the
-    default verifier costs chains above temperature 0. Raises TraceError for too few requests."""
+    """Tells, before any work, what a confirmation on so many requests can show. Raises TraceError
+    for too few requests."""
     settings.tell(check_sample_size(categories, publish=settings.publish, parts=parts))
-    if settings.options.verifier == "coupled" and not settings.options.sampling.greedy:
-        settings.tell(verifier_in_words())
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:
@@ -249,6 +248,7 @@ class Tuning:
     raced: Raced = field(init=False)
     confirmed: Confirmation | None = None
     texts: ComparedTexts = field(init=False)
+    rejection: RejectionChain | NotTried | None = None
 
     @property
     def drafts(self) -> tuple[str, ...]:
@@ -527,6 +527,21 @@ class Tuning:
             self.bench, self.raced, self.settings, progress=self.progress
         )
 
+    def try_rejection(self) -> None:
+        """The best chain of the verifier `rejection` beside the race's winner, where that has
+        another distribution of rounds; neither race nor publication read it."""
+        settings = self.settings
+        if settings.options.verifier != "coupled" or settings.options.sampling.greedy:
+            return
+        self.rejection = rejection_chain(
+            self.bench,
+            self.raced.winner.policy,
+            gamma_max=settings.gamma_max,
+            budget_s=BUDGET_SHARE * settings.budget_s,
+            clock=self.clock,
+            progress=self.progress,
+        )
+
     def conclude(self) -> Tuned:
         """The results, published if the winner is to take the place of what is in force. Stores
         what the report draws beside the study."""
@@ -549,6 +564,7 @@ class Tuning:
             trials=len(self.study.trials),
             seconds=self.seconds,
             workload=self.workload,
+            rejection=self.rejection,
         )
         about = {
             "pair": f"{pair.spec.name} ({pair.id})",
@@ -572,6 +588,7 @@ STAGES: tuple[tuple[str, Callable[[Tuning], None]], ...] = (
     ("chooser", Tuning.choose),
     ("execute", Tuning.race),
     ("confirm", Tuning.confirm),
+    ("execute", Tuning.try_rejection),
 )
 """What a tuning does, in order, by the name that its seconds are told under."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.texts import ComparedTexts
@@ -14,6 +14,9 @@ from spectune.runtime.policies.document import Policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.tables import Publication
+
+if TYPE_CHECKING:
+    from spectune.optimizer.rejection import NotTried, RejectionChain
 
 
 def described(policy: Policy) -> dict[str, Any]:
@@ -73,7 +76,9 @@ class Tuned:
     ``confirmed`` compares with the incumbent on requests held out (None where the incumbent won the
     race), or the incumbent. ``published`` is the new publication; None where nothing was to be
     published, or where that was ``blocked`` (why).
-    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race."""
+    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race. ``rejection``: the best
+    chain of that verifier, or why it was not tried; None at temperature 0, where it is in use, and
+    on an engine."""
 
     winner: Candidate
     incumbent: Candidate
@@ -91,6 +96,7 @@ class Tuned:
     workload: Sanity = field(default_factory=Sanity)
     blocked: str = ""
     common_factor: float = 1.0
+    rejection: RejectionChain | NotTried | None = None
 
     @property
     def test_requests(self) -> int:
@@ -146,6 +152,7 @@ class Tuned:
             "confirmed": self.confirmed and self.confirmed.to_json(),
             "confirm_requests": self.confirmed.requests if self.confirmed else 0,
             "published": self.published and self.published.told(),
+            "rejection": self.rejection and self.rejection.to_json(),
             "reason": self.reason,
             "blocked": self.blocked or None,
             "recording": self.recording,

@@ -484,6 +484,7 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
         for part in (*parts, "latency", "positions", "tried", "by-prompt"):
             assert f'id="{part}"' in page, part
     assert f"<h1>{made['sentence']}".split("'")[0] in again
+    assert tuned["rejection"] is None, "at temperature 0 it is the same verifier"
     assert door.json("report", tuned["study"], out=path)["path"] == str(path)
     assert "there is no folder" in door.refused("report", out=tmp_path / "no" / "r.html")
     assert "there is no study 'none-such'" in door.refused("report none-such")

@@ -32,7 +32,7 @@ from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Request, Sampling, Verifier, Workload
+from spectune.traces.schema import Request, Sampling, Workload
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.tables import Publication
 
@@ -67,31 +67,6 @@ def once(phase: str, then: Callable[[], object]) -> Callable[[str, int, int], No
             todo.pop()()
 
     return progress
-
-
-class Stop(Exception):
-    """Ends a tuning once its work begins."""
-
-
-@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-@pytest.mark.parametrize(
-    ("temperature", "verifier", "warns"),
-    [(1.0, "coupled", True), (1.0, "rejection", False), (0.0, "coupled", False)],
-)
-def test_what_the_default_verifier_costs_is_said_before_the_work(
-    store: TraceStore, pair: LoadedPair, temperature: float, verifier: Verifier, warns: bool
-) -> None:
-    def begin(*_: object) -> None:
-        raise Stop
-
-    said: list[str] = []
-    options = DecodeOptions(Sampling(temperature), 8, verifier)
-    with pytest.raises(Stop):
-        tune(
-            store, pair, WORKLOAD, replace(QUICK, options=options, tell=said.append), progress=begin
-        )
-    found = [line for line in said if "makes chains slower than rejection" in line]
-    assert len(found) == warns
 
 
 # --- what came into force meanwhile

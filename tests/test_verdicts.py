@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from spectune.optimizer.report.words import COUPLED_COSTS_CHAINS
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -182,7 +180,6 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
     assert f"{run['tuned']['confirmed']['requests']} requests held out" in said
     assert f"**{run['tuned']['confirmed']['ratio']:.2f} times autoregression**" in said
     low, high = report.coupled_costs_chains()
-    assert (low, high) == COUPLED_COSTS_CHAINS
     assert f"costs a chain {low} to {high}% of its speed" in said
 
 

@@ -23,19 +23,6 @@ STOPS = {
     "entropy": "its distribution is wide",
 }
 TREES = {"top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
-COUPLED_COSTS_CHAINS: Final = (4, 31)
-"""Percent of a chain's speed that the verifier `coupled` costs against `rejection` at temperature 1
-on the demo pair, smallest and largest over workloads (`bench/results/acceptance-sampled.json`)."""
-
-
-def verifier_in_words() -> str:
-    """What the default verifier costs above temperature 0."""
-    low, high = COUPLED_COSTS_CHAINS
-    return (
-        "above temperature 0 the default verifier (coupled) makes chains slower than rejection "
-        f"(--set sampling.verifier=rejection) does: by {low} to {high}% at temperature 1 on the "
-        "demo pair; trees and heads need coupled"
-    )
 
 
 def policy_in_words(document: Json) -> str:
@@ -202,6 +189,27 @@ def confirmed_in_words(confirmed: Json, winner: str, incumbent: str) -> str:
     return ": ".join(filter(None, (sentence, confirmed["against"])))
 
 
+def rejection_in_words(tuned: Json) -> list[str]:
+    """What the best chain of the verifier `rejection` came to, a sentence; none where it says
+    nothing."""
+    found = tuned.get("rejection")
+    if not found:
+        return []
+    if why := found.get("not_tried"):
+        return [f"sampling.verifier=rejection was not tried: {why}."]
+    beside, expected = found["beside"], found["predicted_ratio"]
+    is_winner = beside["id"] == tuned["winner"]["id"]
+    base = "the winner" if is_winner else f"{beside['label']}, which won the race"
+    executed = f"executed {found['executed_ratio']:.2f}"
+    times = f"times as fast as {base}"
+    both = f"predicted {expected:.2f} {times}, {executed}" if expected else f"{executed} {times}"
+    return [
+        f"With sampling.verifier=rejection the best chain is {found['label']}: {both}"
+        f"{interval(found['executed_interval'])} on {found['requests']} requests; its texts are "
+        "others of the same distribution."
+    ]
+
+
 def reasons(tuned: Json) -> list[str]:
     """On what the headline rests, a sentence each."""
     names = names_of(tuned)
@@ -215,7 +223,7 @@ def reasons(tuned: Json) -> list[str]:
             f"{names[leader]} was {ahead:.1f}% ahead in the race, within noise: of equals the "
             "simpler wins, then the one predicted to be faster."
         )
-    return sentences
+    return [*sentences, *rejection_in_words(tuned)]
 
 
 def prediction_in_words(prediction: Json | None) -> str:

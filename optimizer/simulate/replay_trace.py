@@ -175,6 +175,13 @@ class ReplayTrace:
         part.order = np.array(list(requests), dtype=np.int64)
         return part
 
+    def drawn(self, seed: int) -> ReplayTrace:
+        """The same trace with other draws of the rejection verifier. Arrays and tables are
+        shared."""
+        part = self.select(self.order)
+        part.seed = seed
+        return part
+
     def recorded(self, policy: Policy) -> str | None:
         """The name under which a policy's draft was recorded (of an artifact its beginning will
         do); None where it was not."""
@@ -207,7 +214,7 @@ class ReplayTrace:
         chains = self.chains[name]
         check_reach(policy, chains)
         return self._memo.get(
-            (name, stop),
+            (name, stop, self.seed),
             lambda: tabulate(chains, self.offsets, self.cached_from, stop, self.seed),
         )
 
