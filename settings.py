@@ -208,7 +208,8 @@ class Requests(Group):
         None, "Of several turns, the first alone or each as a prompt."
     )
     bad_rows: Literal["few", "error", "skip"] = setting(
-        "few", "Rows without a prompt: leave out a few (at most a quarter), refuse, leave out all."
+        "few",
+        "Rows that cannot be read: leave out a few (at most a quarter), refuse, leave out all.",
     )
     overlong: Literal["error", "skip", "truncate"] = setting(
         "error", "Prompts beyond the context: refuse, leave out, or cut their beginning."

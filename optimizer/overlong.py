@@ -1,4 +1,5 @@
-"""Prompts that leave no room in the pair's context for the tokens asked for."""
+"""Requests that a pair cannot read, or whose prompts leave no room in its context for the tokens
+asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.runtime.text_codec import TextCodec
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Workload
+from spectune.traces.workloads import BadRows, left_out
 
 Overlong = Literal["error", "skip", "truncate"]
 
@@ -19,28 +21,40 @@ def made_to_fit(
     workload: Workload,
     options: DecodeOptions,
     overlong: Overlong,
+    bad_rows: BadRows,
     drafts: Collection[str] | None = None,
-) -> tuple[Workload, str]:
-    """(the workload, its overlong prompts left out or cut; a line on that, or nothing). What limits
-    is the context of the target and of the ``drafts`` that are used (None: all).
+) -> tuple[Workload, list[str]]:
+    """(the workload without requests that cannot be read, its overlong prompts left out or cut;
+    lines on that). What limits is the context of the target and of the ``drafts`` that are used
+    (None: all).
 
     What is cut is a prompt's beginning, as what is continued stands at the end. Raises
     WorkloadError for ``error``, where nothing is left, and where no prompt has room.
     """
+    sizes: dict[str, int] = {}
+    problems = []
+    for r in workload.requests:
+        try:
+            sizes[r.id] = len(pair.encode_request(r, chat=options.chat))
+        except WorkloadError as problem:
+            if bad_rows == "error":
+                raise
+            problems.append(str(problem))
+    lines = left_out(problems, len(workload.requests), "requests", bad_rows)
+    readable = tuple(r for r in workload.requests if r.id in sizes)
+    workload = replace(workload, requests=readable)
     context = pair.context(drafts)
     room = context.positions - options.max_new_tokens
     rooms = {r.id: context.positions - options.most_tokens(r) for r in workload.requests}
-    sizes = {r.id: len(pair.encode_request(r, chat=options.chat)) for r in workload.requests}
     beyond = [name for name, size in sizes.items() if size > rooms[name]]
     more = sum((r.max_new_tokens or 0) > options.max_new_tokens for r in workload.requests)
-    line = (
-        f"{more} of {len(sizes)} requests ask for more than --max-new-tokens "
-        f"{options.max_new_tokens}, and end there"
-        if more
-        else ""
-    )
+    if more:
+        lines.append(
+            f"{more} of {len(sizes)} requests ask for more than --max-new-tokens "
+            f"{options.max_new_tokens}, and end there"
+        )
     if not beyond:
-        return workload, line
+        return workload, lines
     counted = f"{len(beyond)} of {len(sizes)} prompts"
     if overlong == "error" or room < 1:
         new = context.positions - rooms[beyond[0]]
@@ -61,5 +75,5 @@ def made_to_fit(
             f"requests.overlong skip: nothing is left, {counted} are longer than {room} tokens"
         )
     how = "left out" if overlong == "skip" else "cut at their beginning"
-    cut = f"{counted} were longer than {room} tokens ({context}) and were {how}"
-    return replace(workload, requests=tuple(requests)), f"{cut}; {line}" if line else cut
+    lines.append(f"{counted} were longer than {room} tokens ({context}) and were {how}")
+    return replace(workload, requests=tuple(requests)), lines

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -43,9 +43,9 @@ SAMPLE_BYTES = 1024
 
 
 @contextmanager
-def translated(subject: str) -> Iterator[None]:
-    """Turns every error of the libraries that read checkpoints into a PairError of one line,
-    ``subject`` first. One that needs code of its own is refused."""
+def translated(subject: str, error_type: type[SpectuneError] = PairError) -> Iterator[None]:
+    """Turns every error of the libraries that read checkpoints into one of ``error_type`` of one
+    line, ``subject`` first. One that needs code of its own is refused."""
     try:
         yield
     except SpectuneError:
@@ -58,7 +58,16 @@ def translated(subject: str) -> Iterator[None]:
                 "it needs Python code of its own, which is never run here; give a checkpoint of an "
                 "architecture that transformers has"
             )
-        raise PairError(f"{subject}: {line}") from None
+        raise error_type(f"{subject}: {line}") from None
+
+
+def scaled_positions(
+    longest: int, rope: Mapping[str, Any], kinds: Collection[str] = ("linear", "dynamic")
+) -> int:
+    """``longest`` positions times the factor of a configuration's rotary scaling, where it is of
+    these ``kinds``: others say the length that they lead to."""
+    kind = rope.get("rope_type") or rope.get("type")
+    return int(longest * float(rope["factor"])) if kind in kinds else longest
 
 
 def is_local(path: str) -> bool:

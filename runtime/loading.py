@@ -168,6 +168,7 @@ def load_pair(
         tokenizer=tokenizer,
         eos_ids=end_tokens(spec.target, tokenizer),
         positions=(target.max_positions, {n: m.max_positions for n, m in loaded.items()}),
+        num_embeddings=int(target.model.get_input_embeddings().weight.shape[0]),
         spec=spec,
         id=pair_id,
         target=target,

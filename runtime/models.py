@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from spectune.runtime import attention
 from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_mask
 from spectune.runtime.cache import LayerShape, SlotCache, Tokens
+from spectune.runtime.checkpoints import scaled_positions
 from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
@@ -97,10 +98,14 @@ class SlotModel(ABC):
         if tokens <= self.cache.capacity:
             return
         with nullcontext() if self.graphs is None else self.graphs.lock:
-            self.cache.reserve(tokens, keep=keep)
-            self._positions = torch.arange(self.cache.capacity, device=self.device)
+            self._allocate(tokens, keep=keep)
             if self.graphs is not None:
                 self.graphs.forget()
+
+    def _allocate(self, tokens: int, *, keep: bool) -> None:
+        """Makes anew all that passes over a longer cache read."""
+        self.cache.reserve(tokens, keep=keep)
+        self._positions = torch.arange(self.cache.capacity, device=self.device)
 
     @abstractmethod
     def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
@@ -356,11 +361,13 @@ def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
 def _reach(config: Any) -> int:
     """Tokens up to which hidden states are functions of the prefix as they are computed here. A
     sliding window shows all of a shorter text; LongRoPE turns keys in another way from its switch
-    on."""
-    reach = [int(getattr(config, "max_position_embeddings", 0) or 1 << 20)]
+    on, and dynamic scaling, beyond ``max_position_embeddings``, by the longest position of a
+    pass."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    reach = [scaled_positions(longest, rope, ("linear",))]
     if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
         reach.append(int(config.sliding_window))
-    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         name = "original_max_position_embeddings"
         reach.append(int(rope.get(name) or getattr(config, name, None) or reach[0]))

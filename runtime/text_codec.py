@@ -17,10 +17,11 @@ from spectune.runtime.checkpoints import (
     has_tokenizer,
     is_head,
     read_config,
+    scaled_positions,
     translated,
 )
 from spectune.runtime.pair import PairSpec
-from spectune.traces.errors import PairError, WorkloadError, naming
+from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.schema import Request, message_texts
 
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -40,12 +41,14 @@ class Context:
 
 @dataclass
 class TextCodec:
-    """Reads prompts and writes texts: a target's tokenizer, the tokens that end its texts, and the
-    longest sequence of the target and of its drafts, by name."""
+    """Reads prompts and writes texts: a target's tokenizer, the tokens that end its texts, the
+    longest sequence of the target and of its drafts, by name, and the number of tokens that the
+    target's embedding has rows for, which may be fewer than the tokenizer's."""
 
     tokenizer: Any
     eos_ids: frozenset[int]
     positions: tuple[int, Mapping[str, int]]
+    num_embeddings: int
 
     def context(self, drafts: Collection[str] | None = None) -> Context:
         """The longest sequence that the target and these drafts hold; without ``drafts``, all of
@@ -72,20 +75,25 @@ class TextCodec:
     def encode_request(self, request: Request, *, chat: bool) -> list[int]:
         """Token ids of a request: its own, or those of its conversation, in the tokenizer's chat
         template where there is one and ``chat`` is set, else with a blank line between messages.
-        Raises WorkloadError for a conversation without the template that ``chat`` asks for, and for
-        ids that are no tokens."""
-        if request.ids:
-            if (most := max(request.ids)) >= len(self.tokenizer):
-                raise WorkloadError(
-                    f"request {request.id}: token {most} of its prompt is none of the target's "
-                    f"{len(self.tokenizer)}"
-                )
-            return list(request.ids)
-        chat = chat and not request.is_plain
+        Raises WorkloadError, naming the request, for a conversation without the template that
+        ``chat`` asks for, for whatever template or tokenizer raises, for a prompt without tokens,
+        and for a token that the target's embedding has no row for."""
+        ids = list(request.ids) or self._encoded(request, chat=chat and not request.is_plain)
+        if not ids:
+            raise WorkloadError(f"request {request.id}: the prompt has no tokens")
+        if (most := max(ids)) >= self.num_embeddings:
+            name = f" ({self.tokenizer.convert_ids_to_tokens(most)!r})" if not request.ids else ""
+            raise WorkloadError(
+                f"request {request.id}: token {most}{name} of its prompt is none of the target's "
+                f"{self.num_embeddings}"
+            )
+        return ids
+
+    def _encoded(self, request: Request, *, chat: bool) -> list[int]:
         if chat and _templated(self.tokenizer):
             leave = "--set sampling.chat=false leaves it out"
             place = f"request {request.id}: the target's chat template ({leave})"
-            with translated(place):
+            with translated(place, WorkloadError):
                 out = self.tokenizer.apply_chat_template(
                     _messages(request, self.tokenizer),
                     **{"add_generation_prompt": True, **request.template},
@@ -94,7 +102,7 @@ class TextCodec:
                 return list(out["input_ids"])
         if chat and _needs_template(request):
             raise _no_template(request)
-        with naming(f"request {request.id}"):
+        with translated(f"request {request.id}: the target's tokenizer", WorkloadError):
             return self.encode("\n\n".join("\n".join(message_texts(m)) for m in request.chat()))
 
     def text(self, ids: Collection[int]) -> str:
@@ -197,15 +205,28 @@ def load_codec(spec: PairSpec) -> TextCodec:
     if longest is None and not positions:
         raise PairError(f"target: the config.json of {spec.target} says no max_position_embeddings")
     most = min(positions.values()) if longest is None else longest
-    return TextCodec(tokenizer, end_tokens(spec.target, tokenizer), (most, positions))
+    with translated(f"config.json of {spec.target}"):
+        rows = int(text_config(spec.target).get("vocab_size") or len(tokenizer))
+    return TextCodec(tokenizer, end_tokens(spec.target, tokenizer), (most, positions), rows)
+
+
+def text_config(path: str) -> dict[str, Any]:
+    """The configuration of a checkpoint's language model."""
+    config = read_config(checkpoint(path))
+    with translated(f"config.json of {path}"):
+        return config | (config.get("text_config") or {})
 
 
 def positions_of(path: str) -> int | None:
-    """The longest sequence of a model, as its configuration says; None where it says none."""
-    config = read_config(checkpoint(path))
+    """The longest sequence that servers (vLLM 0.32) accept for a model, as its configuration says;
+    None where it says none."""
+    config = text_config(path)
     with translated(f"config.json of {path}"):
-        config |= config.get("text_config") or {}
         lengths = [int(config[key]) for key in POSITIONS if config.get(key) is not None]
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        # Gemma 3 says the length that its scaling leads to.
+        if lengths and "gemma3" not in str(config.get("model_type")):
+            return scaled_positions(min(lengths), rope)
     return min(lengths, default=None)
 
 

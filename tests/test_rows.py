@@ -179,6 +179,29 @@ def test_a_row_says_how_long_its_text_may_be_and_where_it_ends(
     assert replayed["emitted_tokens"] == sum(map(len, again))
 
 
+def test_requests_that_the_target_cannot_read_are_bad_rows(chats: Chats) -> None:
+    """A token that the tokenizer has and the embedding has not, in a text, also in the last one;
+    and a message that the template refuses."""
+    vocabulary = AutoTokenizer.from_pretrained(chats.target)
+    vocabulary.add_tokens("[MASKED]")
+    vocabulary.save_pretrained(chats.target)
+    chats.template("{{ raise_exception('no') if messages[0].content == 'Hail?' else 'Rain?' }}")
+    rows = [{"id": f"{n}", "prompt": "Rain?"} for n in range(6)]
+    hail = {"id": "hail", "prompt": "Hail?"}
+    masked = {"custom_id": "masked", "body": {"prompt": "I am [MASKED]"}}
+    how: dict[str, Any] = {"pair": chats.door.pair, "max_new_tokens": 2, "policy": "autoregressive"}
+    file = chats.file([hail, *rows, masked])
+    told = chats.door.call("run", **how, workload=file)
+    assert told.exit_code == 0
+    beyond = "request masked: token 300 ('[MASKED]') of its prompt is none of the target's 300"
+    leave = "(--set sampling.chat=false leaves it out)"
+    refused = f"request hail: the target's chat template {leave}: no"
+    assert f"2 of 8 requests left out: {refused}; {beyond}" in told.stderr
+    assert beyond in chats.door.error("run", **how, workload=chats.file([masked]))
+    line = chats.door.error("run", **how, workload=chats.file([*rows, masked]), bad_rows="error")
+    assert beyond in line
+
+
 def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> None:
     good = [{"id": f"{n}", "prompt": "Rain?"} for n in range(4)]
     file, pair = chats.file([*good, {"id": "x", "messages": []}]), chats.door.pair

@@ -162,7 +162,7 @@ def tiny_pair() -> LoadedPair:
 
     drafts = {"draft": model("draft", 1)}
     spec = PairSpec(name="tiny", target="target")
-    codec = None, frozenset(), (512, {})
+    codec = None, frozenset(), (512, {}), VOCAB
     return LoadedPair(*codec, spec, spec.name, model("target", 0), drafts)
 
 

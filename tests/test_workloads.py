@@ -434,26 +434,27 @@ def test_prompts_beyond_the_context_are_left_out_or_cut_and_counted(
     workload = Workload("w", (short, long, talk))
     beyond = "request b: .*exceed the context of 512 of the target, as in 2 of 3 prompts; .*=skip"
     with pytest.raises(WorkloadError, match=beyond):
-        made_to_fit(chatting, workload, options, "error")
+        made_to_fit(chatting, workload, options, "error", "few")
     long_ones = f"2 of 3 prompts were longer than {room} tokens (the context of 512 of the target)"
-    kept, said = made_to_fit(chatting, workload, options, "skip")
-    assert (kept.requests, said) == ((short,), f"{long_ones} and were left out")
-    kept, said = made_to_fit(chatting, workload, options, "truncate")
-    assert said == f"{long_ones} and were cut at their beginning"
+    kept, said = made_to_fit(chatting, workload, options, "skip", "few")
+    assert (kept.requests, said) == ((short,), [f"{long_ones} and were left out"])
+    kept, said = made_to_fit(chatting, workload, options, "truncate", "few")
+    assert said == [f"{long_ones} and were cut at their beginning"]
     assert kept.requests[0] == short
     assert kept.requests[1].ids == tuple(chatting.encode_request(long, chat=True)[-room:])
     assert kept.requests[2].ids == tuple(chatting.encode_request(talk, chat=True)[-room:])
     ids, own = replace(short, id="i", ids=(7,) * 600), replace(long, id="o", max_new_tokens=8)
-    kept, said = made_to_fit(chatting, Workload("w", (ids, own)), options, "truncate")
+    both = Workload("w", (ids, own))
+    kept, said = made_to_fit(chatting, both, options, "truncate", "few")
     assert kept.requests[0].ids == (7,) * room
     assert len(kept.requests[1].ids) == room + 24
     asks = Workload("w", (replace(short, id="z", max_new_tokens=99), short))
     more = "1 of 2 requests ask for more than --max-new-tokens 32, and end there"
-    assert made_to_fit(pair, asks, options, "error") == (asks, more)
+    assert made_to_fit(pair, asks, options, "error", "few") == (asks, [more])
     fits = Workload("w", (short,))
-    assert made_to_fit(pair, fits, options, "error") == (fits, "")
+    assert made_to_fit(pair, fits, options, "error", "few") == (fits, [])
     with pytest.raises(WorkloadError, match="overlong skip: nothing is left"):
-        made_to_fit(pair, Workload("w", (long,)), options, "skip")
+        made_to_fit(pair, Workload("w", (long,)), options, "skip", "few")
 
 
 @pytest.mark.parametrize(

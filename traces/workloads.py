@@ -28,8 +28,8 @@ from spectune.traces.text import NAME_LIMIT, shortened
 Turns = Literal["first", "all"]
 """What is made of several turns: the first alone, or each a prompt."""
 BadRows = Literal["error", "few", "skip"]
-"""What is done about rows without a prompt: the first is refused, they are left out unless they are
-more than :data:`FEW` of all (another file was meant), or all are left out."""
+"""What is done about rows that cannot be read: the first is refused, they are left out unless they
+are more than :data:`FEW` of all (another file was meant), or all are left out."""
 FEW: Final = 0.25
 FORMATS: Final = (
     '{"prompt"}, {"turns"}, OpenAI {"messages"} or ShareGPT {"conversations"}, "id" and "category" '
@@ -253,6 +253,20 @@ def _conversation(
     return prompts
 
 
+def left_out(problems: Sequence[str], count: int, unit: str, bad_rows: BadRows) -> list[str]:
+    """The note on those of ``count`` rows (``unit``: what they are called) that are bad, no note
+    without any. Raises WorkloadError where they are more than ``bad_rows`` allows, or all."""
+    if not problems:
+        return []
+    first = "; ".join(shortened(problem, 400) for problem in problems[:3])
+    counted = f"{len(problems)} of {count} {unit}"
+    if len(problems) == count or (bad_rows == "few" and len(problems) > FEW * count):
+        skip = "--set requests.bad_rows=skip leaves them out"
+        left = "none is left" if len(problems) == count else f"more than a quarter: {skip}"
+        raise WorkloadError(f"{first}; {counted} are bad, {left}")
+    return [f"{counted} left out: {first}"]
+
+
 def make_workload(
     name: str,
     lines: Iterable[Line],
@@ -274,7 +288,7 @@ def make_workload(
         except WorkloadError as problem:
             if bad_rows == "error":
                 raise
-            bad.append(shortened(str(problem), 400))
+            bad.append(str(problem))
             continue
         ignored.update(unread)
         for request in made:
@@ -283,14 +297,9 @@ def make_workload(
                 free, n = f"{request.id}#{n + 1}", n + 1
             again += n > 1
             requests[free] = replace(request, id=free, source=line.source)
-    first, counted = "; ".join(bad[:3]), f"{len(bad)} of {rows} rows"
-    if bad and (not requests or (bad_rows == "few" and len(bad) > FEW * rows)):
-        skip = "--set requests.bad_rows=skip leaves them out"
-        left = f"more than a quarter: {skip}" if requests else "none is left"
-        raise WorkloadError(f"{first}; {counted} are bad, {left}")
+    notes = left_out(bad, rows, "rows", bad_rows)
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")
-    notes = [f"{counted} left out: {first}"] if bad else []
     if again:
         was = "ids were" if again > 1 else "id was"
         notes.append(f"{again} {was} used before, and got a number (ID#2)")

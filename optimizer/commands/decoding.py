@@ -103,15 +103,15 @@ def fit_to(
     notes: bool = True,
 ) -> Workload:
     """The workload with its prompts in the context of the target and the ``drafts`` that are used
-    (None: all); what was done is said, and with ``notes`` which look as if they had gone through
-    the chat template before."""
+    (None: all), without those that cannot be read; what was done is said, and with ``notes`` which
+    look as if they had gone through the chat template before."""
+    how = s.requests.overlong, s.requests.bad_rows
+    fitting, lines = made_to_fit(codec, workload, options, *how, drafts)
     if notes:
-        for line in rendered_before(codec, workload.requests, chat=options.chat):
-            talk.tell(line)
-    workload, done = made_to_fit(codec, workload, options, s.requests.overlong, drafts)
-    if done:
-        talk.tell(done)
-    return workload
+        lines = [*rendered_before(codec, workload.requests, chat=options.chat), *lines]
+    for line in lines:
+        talk.tell(line)
+    return fitting
 
 
 def plan_of(

@@ -110,7 +110,11 @@ def _tune_pair(
         return tune_recording(store, pair, recording, options, progress=progress)
     requests = settings.requests
     workload = read_files(settings.workload, requests)
-    workload, _ = made_to_fit(pair, workload, options.options, requests.overlong)
+    workload, lines = made_to_fit(
+        pair, workload, options.options, requests.overlong, requests.bad_rows
+    )
+    for line in lines:
+        tell(line)
     return tune(store, pair, workload, options, progress=progress)
 
 
