@@ -53,7 +53,8 @@ class DecodeOptions:
 
     def most_tokens(self, request: Request) -> int:
         """The most new tokens of a request, which may ask for fewer than others."""
-        return min(self.max_new_tokens, request.max_new_tokens or self.max_new_tokens)
+        most, own = self.max_new_tokens, request.max_new_tokens
+        return most if own is None else min(most, own)
 
 
 def counts_of(steps: Sequence[Step], seconds: float) -> Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,9 @@ class ModelBackend:
         self._rounds = 0
         self._request: DecodeRequest | None = None
         self._noise: Noise | None = None
+        self._fitting: frozenset[str] = frozenset()
+        """Drafts whose context holds the request in hand: a policy may be swapped for one whose
+        draft holds less, and then nothing is drafted until the request ends."""
         self._capacity = 0
         self._prefilled: DecodeRequest | None = None
         """The request whose prompt was the last that the target read."""
@@ -69,6 +73,11 @@ class ModelBackend:
         self._request, self._rounds = request, 0
         self._text = list(request.prompt_ids)
         self._capacity = len(self._text) + request.max_new_tokens + 1
+        self._fitting = frozenset(
+            name
+            for name in self._drafts
+            if self._capacity - 1 <= self.pair.context([name]).positions
+        )
         sampled = not request.sampling.greedy
         self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
         self._awake = set()
@@ -78,15 +87,10 @@ class ModelBackend:
             target.read(torch.tensor(self._text[:-1], device=target.device), 0)
         self._prefilled = None
         self._features.kept = False
-        if prepared.policy.speculates and self._holds(name):
+        if name in self._fitting:
             if self._drafts[name].reads_features:
                 self._features.begin(self._capacity, len(self._text) - 1)
             self._wake(name)
-
-    def _holds(self, name: str) -> bool:
-        """Whether the request in hand fits a draft's context: a policy may be swapped for one whose
-        draft holds less, and then nothing is drafted until the request ends."""
-        return self._capacity - 1 <= self.pair.context([name]).positions
 
     def _wake(self, name: str) -> Draft:
         """The draft behind a name, after it has read the text but for its last token where it did
@@ -100,7 +104,7 @@ class ModelBackend:
     def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted | None:
         request = self._request
         assert request is not None
-        if not self._holds(prepared.policy.draft):
+        if prepared.policy.draft not in self._fitting:
             return None
         assert prepared.shortlist is None or prepared.shortlists is not None
         self._drafting, noise = self._wake(prepared.policy.draft), self._noise
@@ -182,7 +186,8 @@ class Decoder:
     """Serves requests one after another under a policy source.
 
     Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to
-    request of one decoder."""
+    request of one decoder. Where the source has a policy that a request's verifier cannot use, the
+    last one that it could stays in force, and a warning is logged."""
 
     pair: LoadedPair
     source: PolicySource
@@ -190,6 +195,9 @@ class Decoder:
     clock: Callable[[], float] = time.perf_counter
     backend: ModelBackend = field(init=False)
     sessions: Sessions = field(init=False, default_factory=Sessions)
+    _lossless: Plan | None = field(init=False, default=None)
+    """The last plan that the rejection verifier can use."""
+    _refused: Plan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.backend = ModelBackend(self.pair)
@@ -205,10 +213,12 @@ class Decoder:
         drafts: Collection[str] | None = None,
     ) -> DecodeRequest:
         """Builds a request. Raises WorkloadError when prompt and budget exceed the context of the
-        target or of the ``drafts`` (default: those of the policy in force), or the prompt is
-        empty."""
+        target or of the ``drafts`` (default: those of the policy in force), the prompt is empty, or
+        the budget is below 0."""
         if not prompt_ids:
             raise WorkloadError(f"request {item.id}: the prompt has no tokens")
+        if max_new_tokens < 0:
+            raise WorkloadError(f"request {item.id}: {max_new_tokens} new tokens; give 0 or more")
         used = drafts_of(self.source.current().policy) if drafts is None else drafts
         context = self.pair.context(used)
         if len(prompt_ids) + max_new_tokens > context.positions:
@@ -231,11 +241,31 @@ class Decoder:
     def rounds(
         self, request: DecodeRequest, source: _RequestSource | None = None
     ) -> Iterator[Round]:
-        """Streams the rounds of one request."""
-        source = source or _RequestSource(self.source, request, self.backend)
-        policy = self.source.current().policy
-        check_lossless(self.pair, policy.candidates, request.verifier, request.sampling)
+        """Streams the rounds of one request. Raises PolicyError where its verifier can use neither
+        the source's policy nor one before it."""
+        source = source or _RequestSource(self, request)
+        self.usable(self.source.current(), request)
         return decode_rounds(self.backend, request, source, self.clock, self.sessions)
+
+    def usable(self, plan: Plan, request: DecodeRequest) -> Plan:
+        """Returns ``plan``, or where the request's verifier cannot use it the last that it could.
+        Raises PolicyError where there was none."""
+        try:
+            # Noted of every request's plan, since those that follow may be sampled.
+            check_lossless(
+                self.pair, plan.policy.candidates, "rejection", Sampling(temperature=1.0)
+            )
+            self._lossless = plan
+        except PolicyError as problem:
+            if request.rejects:
+                if (before := self._lossless) is None:
+                    raise
+                if plan is not self._refused:
+                    self._refused, line = plan, "refused policy %s: %s; %s stays in force"
+                    logger = logging.getLogger(__name__)
+                    logger.warning(line, plan.label, problem, before.label)
+                return before
+        return plan
 
     def decode(self, request: DecodeRequest, category: str = "") -> Decoded:
         """Decodes a request to its end."""
@@ -246,17 +276,18 @@ class Decoder:
         began = self.clock()
         steps: list[Step] = []
         plans: list[tuple[int, Plan]] = []
-        source = _RequestSource(self.source, request, self.backend)
+        source = _RequestSource(self, request)
         output: list[int] = []
-        finish: Finish | None = None
+        finish: Finish = "length"
         for item in self.rounds(request, source):
             if source.looked_at is not None and (not plans or plans[-1][1] is not source.looked_at):
                 plans.append((len(steps), source.looked_at))
             steps.append(item.step)
             output.extend(item.tokens)
-            finish = item.finish
+            finish = item.finish or finish
         seconds = self.clock() - began
-        assert finish is not None
+        if source.looked_at is not None and not plans:  # of a text without rounds
+            plans.append((0, source.looked_at))
         trajectory = Trajectory(
             request_id=request.id,
             category=category,
@@ -276,17 +307,23 @@ class _RequestSource:
     A choice that is published meanwhile begins with the next request: it would read the prompt
     again, which takes longer than a round and writes over what the cache holds."""
 
-    def __init__(self, source: PolicySource, request: DecodeRequest, backend: ModelBackend) -> None:
-        self._source, self._request, self._backend = source, request, backend
+    def __init__(self, decoder: Decoder, request: DecodeRequest) -> None:
+        self._decoder, self._request = decoder, request
+        self._plan: Plan
+        self._newest: Plan | None = None
         self.looked_at: Plan | None = None
         """What the source had last that is in force for the request."""
 
     def current(self) -> Plan:
-        plan = self._source.current()
+        newest = self._decoder.source.current()
+        if newest is self._newest:
+            return self._plan
+        self._newest, request, backend = newest, self._request, self._decoder.backend
+        plan = self._decoder.usable(newest, request)
         if plan is not self.looked_at and (self.looked_at is None or plan.chooser is None):
-            self.looked_at, request = plan, self._request
+            self.looked_at = plan
             self._plan = plan.for_prompt(
-                request.prompt_ids, lambda: self._backend.log_perplexity(request)
+                request.prompt_ids, lambda: backend.log_perplexity(request)
             )
         return self._plan
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.session import Session, Sessions
+from spectune.runtime.session import Sessions
 from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -112,19 +112,22 @@ def decode_rounds(
     """Decodes one request round by round.
 
     Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget,
-    draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended.
+    draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended; a
+    request of no tokens has no round.
     ``sessions`` hold what windows carry from request to request."""
     sessions = Sessions() if sessions is None else sessions
     output: list[int] = []
     lag, finish = 1, None
     plan = source.current()
-    session = sessions.setdefault(plan, Session(plan.window))
+    if not request.max_new_tokens:
+        return
+    session = sessions.of(plan)
     session.start(request.prompt_ids)
     backend.begin(request, plan)
     while finish is None:
         began = clock()
         if (newest := source.current()) is not plan:
-            plan, session = newest, sessions.setdefault(newest, Session(newest.window))
+            plan, session = newest, sessions.of(newest)
             session.start([*request.prompt_ids, *output])
         start = len(output)
         limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own

@@ -38,6 +38,12 @@ class Session:
         advance(self.window, self.state, num_drafted, num_accepted, num_cached)
 
 
-Sessions = WeakKeyDictionary[Plan, Session]
-"""The sessions of one decoder: a plan's goes on where it was left when the plan comes into force
-again, and goes with the plan."""
+class Sessions(WeakKeyDictionary[Plan, Session]):
+    """The sessions of one decoder: a plan's goes on where it was left when the plan comes into
+    force again, and goes with the plan."""
+
+    def of(self, plan: Plan) -> Session:
+        """The session of a plan, made at the first call."""
+        if plan not in self:
+            self[plan] = Session(plan.window)
+        return self[plan]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doors import Door
 from pairs import chain, make_pair, tiny_model, tokenizer
 
@@ -22,7 +23,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import WorkloadError
-from spectune.traces.schema import Request, Sampling
+from spectune.traces.schema import Request, Sampling, Workload
 
 SHORT = 64
 LONG_PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps. " * 6
@@ -88,6 +89,38 @@ def test_what_an_engine_is_told_has_the_same_limits(folder: Path, pair: LoadedPa
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "native", "served"),
+    [("linear", 256, 256), ("dynamic", 64, 256), ("yarn", 64, 64), ("default", 64, 64)],
+)
+def test_scaled_positions_are_as_many_as_servers_accept(
+    tmp_path: Path, kind: str, native: int, served: int
+) -> None:
+    """Four times ``max_position_embeddings`` where that is the length before scaling. Dynamic
+    scaling turns keys by the longest position of a pass, so here texts end before it begins; what
+    is decoded beyond the unscaled length is transformers' text."""
+    make_pair(tmp_path, positions=64)
+    file = tmp_path / "target" / "config.json"
+    config = json.loads(file.read_text())
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 16
+    file.write_text(json.dumps(config | {"rope_parameters": rope}))
+    spec = read_pair(str(tmp_path / "pair.json"))
+    pair = load_pair(spec, device="cpu", drafts=[], dtype="float64")
+    assert load_codec(spec).context(()).positions == served
+    assert pair.context(()).positions == native
+    if native > 64:
+        ids = pair.encode(LONG_PROMPT)[:90]
+        decoder = decoder_of(pair, chain("ngram", 3))
+        done = decoder.decode(decoder.request(Request("r", "c", "x"), ids, Sampling(), 24))
+        output = done.trajectory.output_ids.tolist()
+        theirs = pair.target.model.generate(
+            torch.tensor([ids]), max_new_tokens=24, do_sample=False, use_cache=False
+        )
+        assert output == theirs[0, len(ids) :].tolist()
+
+
 def test_commands_limit_by_the_drafts_that_they_use(folder: Path, tmp_path: Path) -> None:
     work, db = tmp_path / "w.jsonl", tmp_path / "runs.db"
     work.write_text(json.dumps({"prompt": LONG_PROMPT}) + "\n")
@@ -110,6 +143,24 @@ def test_python_limits_by_the_drafts_of_the_policy(pair: LoadedPair, tmp_path: P
     assert len(found.rows) == 1
     with pytest.raises(WorkloadError, match="the context of 64 of draft 'far'"):
         spectune.run(chain("far", 3), prompts=[LONG_PROMPT], **how)
+
+
+def test_a_request_of_no_tokens_has_no_rounds(pair: LoadedPair, tmp_path: Path) -> None:
+    """Decoded, run and recorded beside another; one of fewer is refused."""
+    decoder, item = decoder_of(pair, chain("near", 3)), Request("r", "c", "x")
+    done = decoder.decode(decoder.request(item, pair.encode("x"), Sampling(), 0))
+    text = done.trajectory
+    assert (done.steps, text.output_ids.size, text.finish) == ((), 0, "length")
+    with pytest.raises(WorkloadError, match=r"^request r: -1 new tokens; give 0 or more$"):
+        decoder.request(item, pair.encode("x"), Sampling(), -1)
+    prompts = Workload("w", (Request("none", "c", "y", max_new_tokens=0), item))
+    how: dict[str, Any] = {"pair": pair, "db": tmp_path / "runs.db", "max_new_tokens": 8}
+    ran = spectune.run(chain("near", 3), prompts=prompts, **how)
+    assert [row["emitted_tokens"] for row in ran.rows] == [0, 8]
+    recording = spectune.record(prompts=prompts, gamma_max=2, **how).data["recording"]
+    with spectune.open(how["db"]) as store:
+        texts = store.load(recording, ("near",)).trajectories
+    assert [(t.output_ids.size, t.finish) for t in texts] == [(0, "length"), (8, "length")]
 
 
 def test_texts_that_a_draft_does_not_hold_are_refused_where_it_is_to_look_at_them(

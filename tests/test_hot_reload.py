@@ -28,6 +28,7 @@ from spectune.runtime.loop import Round, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.reload import Published, WatchedSource
+from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling, Verifier
 from spectune.traces.store import TraceStore
 
@@ -85,6 +86,38 @@ def swapped(
         if n == at:
             source.poll()
     return [t for r in rounds for t in r.tokens], rounds
+
+
+def test_a_policy_that_the_verifier_cannot_use_never_comes_into_force(
+    pair: LoadedPair, source: WatchedSource, board: Board, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Swapped in between two rounds by a source that checks nothing: this request and the next end
+    under the policy before it, and what follows applies."""
+    sampling = Sampling(temperature=1.0, seed=4)
+
+    def served(decoder: Decoder, *published: Policy) -> list[tuple[str, list[int]]]:
+        rounds = []
+        for item in decoder.rounds(asked(decoder, PROMPT, sampling, TOKENS)):
+            rounds.append((item.step.policy, item.tokens))
+            if len(rounds) <= len(published):
+                board.publish(6 + len(rounds), published[len(rounds) - 1])
+                source.poll()
+        return rounds
+
+    decoder = Decoder(pair, source, "rejection")
+    expected = served(decoder)
+    assert served(decoder, TREE, LOSSY) == served(decoder) == expected
+    assert [line.split(": ")[1][:8] for line in caplog.messages] == ["growth t", "stop.kee"]
+    assert f"{fixed(2).label()} stays in force" in caplog.messages[1]
+    assert {policy for policy, _ in served(decoder, fixed(5))[1:]} == {fixed(5).id}
+    greedy = asked(decoder, PROMPT, Sampling(), TOKENS)
+    board.publish(10, TREE)
+    source.poll()
+    assert {item.step.policy for item in decoder.rounds(greedy)} == {TREE.id}
+    assert {policy for policy, _ in served(decoder)} == {fixed(5).id}
+    unusable = Decoder(pair, StaticSource(prepare(LOSSY, pair.draft_names)), "rejection")
+    with pytest.raises(PolicyError, match="keep_last"):
+        served(unusable)
 
 
 @pytest.mark.parametrize(
