@@ -4,8 +4,10 @@ memory, as a CUDA graph does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -35,6 +37,7 @@ from spectune.runtime.models import Kind, Outputs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.profiling.experiment import Experiment
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
 
 TOKENS = 16
@@ -212,21 +215,36 @@ def poisoned(pair: LoadedPair) -> None:
         model.cache.states[:, :, :, -1] = torch.nan
 
 
+@contextmanager
+def eager_passes(pair: LoadedPair) -> Iterator[list[str]]:
+    """The names of a pair's models, each as often as it ran a pass that was not replayed."""
+    eager: list[str] = []
+    hooks = [
+        model._embed.register_forward_pre_hook(lambda *_, name=model.name: eager.append(name))
+        for model in pair.models.values()
+    ]
+    yield eager
+    for hook in hooks:
+        hook.remove()
+
+
 @both
 def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
     """The same texts and rounds; all that rounds needed was captured before the first, and nothing
-    in them. NaN in the slots to which fillers write reaches nothing."""
+    in them, up to the last trees of a text, which are shallower. NaN in the slots to which fillers
+    write reaches nothing."""
     for policy in POLICIES[sampling is HOT :: 2]:
         twins.forget()
         source = StaticSource(
             prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft))
         )
-        rounds, captured = [], 0
-        for item in going(twins.fast, source, sampling):
-            captured = captured or twins.recorder.captured
-            poisoned(twins.fast)
-            rounds.append(item)
-        assert twins.recorder.captured == captured
+        rounds, counts = [], set[tuple[int, int]]()
+        with eager_passes(twins.fast) as eager:
+            for item in going(twins.fast, source, sampling):
+                counts.add((twins.recorder.captured, len(eager)))
+                poisoned(twins.fast)
+                rounds.append(item)
+        assert len(counts) == 1, policy.label()
         assert seen(rounds) == seen(going(twins.plain, source, sampling)), policy.label()
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
@@ -404,6 +422,29 @@ def test_a_cache_grows_between_captures(tmp_path: Path) -> None:
     assert twins.missed() == {}
 
 
+def test_a_heads_tables_are_as_long_as_its_cache_when_a_capture_may_begin(twins: Twins) -> None:
+    head = twins.fast.heads["eagle3"]
+    captures = head.graphs
+    assert captures is not None
+
+    class ReadsTheLast:
+        """In place of the lock: reads the cache's last position as soon as it is let go."""
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            hidden = torch.zeros(1, head.feature_size, dtype=head.dtype)
+            head.chain(torch.tensor([5]), more - 1, logits=1, hidden=hidden)
+
+    more = head.cache.capacity + 1
+    captures.lock = ReadsTheLast()  # type: ignore[assignment]
+    try:
+        head.reserve(more)
+    finally:
+        del captures.lock
+    assert head.cache.capacity >= more
+
+
 def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     fresh = Twins(make_pair(tmp_path))
     items = tuple(Request(str(i), "c", PROMPT * (1 + 4 * i)) for i in range(3))
@@ -419,6 +460,39 @@ def test_execution_captures_before_the_clock_runs(tmp_path: Path) -> None:
     assert all(executor(policy.id, n) > 0 for n in range(3))
     assert times[0] == times[-1] > 0
     assert fresh.missed() == {}
+
+
+def test_prefills_are_profiled_without_captures(twins: Twins) -> None:
+    """Of every draft: nothing is captured once anything is timed."""
+    pair, captured = twins.fast, list[int]()
+
+    def clock() -> float:
+        captured.append(twins.recorder.captured)
+        return float(len(captured))
+
+    experiment, before = Experiment(pair, [8, 24], [], clock), twins.recorder.captured
+    experiment.sweep({})
+    assert {prefill.draft for prefill in experiment.prefills} == {"", *pair.models}
+    assert captured[0] == captured[-1] > before
+
+
+def test_any_temperature_replays_one_capture(twins: Twins) -> None:
+    """Five in rotation, which policies prepared aside share, too."""
+    pair, captured = twins.fast, set[int]()
+    plan = prepare_for(pair, parse_policy(top_k("eagle3", 3, 2, 6)))
+    for temperature in (0.3, 0.6, 0.9, 1.0, 1.2, 0.3):
+        sampling = Sampling(temperature=temperature, seed=4)
+        assert next(going(pair, StaticSource(plan), sampling)).step.drafted == 6
+        captured.add(twins.recorder.captured)
+    assert len(captured) == 1
+    pair.target.graphs.requests = pair.target.graphs.requests[:1]  # type: ignore[union-attr]
+    prepare_for(pair, parse_policy(top_k("eagle3", 3, 2, 5)))
+    assert twins.recorder.captured == captured.pop() + 1
+    hot = Sampling(temperature=1.3, seed=4)
+    plain, fast = (
+        seen(islice(going(pair, StaticSource(plan), hot), 3)) for pair in (twins.plain, pair)
+    )
+    assert plain == fast
 
 
 def test_a_pass_that_cannot_be_captured_runs_eagerly(

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -27,7 +26,12 @@ from torch import Tensor
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.cache import Tokens
 from spectune.runtime.cuda.launch import first_line
-from spectune.runtime.drafts.device_trees import MOST_PHASES, grows_on_device, tree_phase
+from spectune.runtime.drafts.device_trees import (
+    MOST_PHASES,
+    captured_sampling,
+    grows_on_device,
+    tree_phase,
+)
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Kind, Output, Outputs, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
@@ -237,7 +241,7 @@ def prepare_graphs(
         return
     requests = target.requests
     if sampling is not None:
-        request = replace(sampling, seed=0), rejects
+        request = captured_sampling(sampling), rejects
         others = (other for other in requests if other != request)
         target.requests, requests = (request, *others)[:MOST_PHASES], (request,)
     for plan in prepared.plans:

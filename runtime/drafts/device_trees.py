@@ -31,7 +31,7 @@ Key = tuple[int, int, int]
 """A sequence: the first level, the last, and the depth that the tree was begun with, where that
 matters (HeteroSpec; else 0)."""
 MOST_PHASES: Final = 4
-"""Draft phases that a plan keeps, each of one sampling."""
+"""Draft phases that a plan keeps, each of one :func:`captured_sampling`."""
 DEPTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Depths that sequences are captured for, beside the longest, where windows differ by round."""
 
@@ -43,9 +43,15 @@ def grows_on_device(model: SlotModel, plan: Plan, *, rejects: bool) -> bool:
     return model.graphs is not None and plan.shortlist is None and not rejects
 
 
+def captured_sampling(sampling: Sampling) -> Sampling:
+    """Returns the same value for all samplings that share captured phases: what differs between
+    them, the temperature (above 0) and the noise's keys, is an input."""
+    return Sampling() if sampling.greedy else replace(sampling, temperature=1.0, seed=0)
+
+
 def tree_phase(plan: Plan, model: SlotModel, sampling: Sampling) -> TreePhase:
     """The draft phase of a plan's trees, made at the first call. A plan keeps the last few."""
-    key = model, replace(sampling, seed=0)
+    key = model, captured_sampling(sampling)
     phase = plan.phases.get(key)
     if phase is None or phase.states is not model.cache.states:  # a cache that grew is another
         plan.phases.pop(key, None)
@@ -68,6 +74,7 @@ class TreePhase:
         self._numbers = torch.zeros(4 + levels, dtype=torch.int64, device=device)
         """The text's length as slot and as position, depth, limit, and the keys of the noise."""
         self._numbers[0] = capacity
+        self._inverse_temperature = torch.ones(1, device=device)
         self._logits = torch.zeros(1, model.vocab_size, device=device)
         self._columns = torch.arange(capacity, device=device)
         self._mask = torch.zeros(most, capacity, dtype=torch.bool, device=device)
@@ -78,11 +85,15 @@ class TreePhase:
             self._hidden = torch.zeros(most, model.hidden_size, dtype=model.dtype, device=device)
         self.captured: dict[Key, tuple[Callable[[], None], Tensor]] = {}
 
-    def begin(self, length: int, depth: int, limit: int, noise: Noise | None) -> None:
+    def begin(
+        self, length: int, depth: int, limit: int, sampling: Sampling, noise: Noise | None
+    ) -> None:
         """Fills in a round: a tree of ``depth`` levels behind a text of ``length`` tokens, which
-        HeteroSpec may extend up to ``limit``. Best called before the pass over the text, since it
-        waits for nothing."""
+        HeteroSpec may extend up to ``limit``, at the temperature of ``sampling``. Best called
+        before the pass over the text, since it waits for nothing."""
         self._depth, levels = depth, self.growing.depth
+        if not sampling.greedy:
+            self._inverse_temperature.fill_(1.0 / sampling.temperature)
         keys = [0] * levels if noise is None else noise.keys(range(length, length + levels))
         numbers = torch.tensor([length, length, depth, limit, *keys])
         self._numbers.copy_(numbers, non_blocking=True)
@@ -120,11 +131,14 @@ class TreePhase:
 
     def _keys(self) -> set[Key]:
         """What :func:`runtime.trees.on_device.grow_on_device` asks for, or what is a little longer.
-        Under a fixed window only the last trees of a text are shallower."""
+        Under a fixed window only the last trees of a text are shallower; HeteroSpec's bins depend
+        on the depth that a tree was begun with, so for it each is captured."""
         growing, keys = self.growing, set[Key]()
         deepest, depths = min(self._window, growing.depth), set[int]()
-        if not self._fixed:
-            depths = {*range(1, deepest)} if self.rule.stratified else {*DEPTHS}
+        if self.rule.stratified:
+            depths = {*range(1, deepest)}
+        elif not self._fixed:
+            depths = {*DEPTHS}
         for depth in {deepest} | {d for d in depths if d < deepest}:
             begun = depth if self.rule.stratified else 0
             last = min(growing.depth, depth + self.rule.alpha if begun else depth)
@@ -141,9 +155,11 @@ class TreePhase:
         if first == 1:
             growing.begin(self._numbers[2:3], self._numbers[3:4])
         for level in range(first, last + 1):
-            logits = self._logits if level == 1 else self._read(level - 1)
-            key = self._numbers[3 + level : 4 + level, None]
-            perturb = None if self.sampling.greedy else partial(add_noise, keys=key)
+            logits, perturb = self._logits if level == 1 else self._read(level - 1), None
+            if not self.sampling.greedy:
+                logits = logits * self._inverse_temperature
+                key = self._numbers[3 + level : 4 + level, None]
+                perturb = partial(add_noise, keys=key)
             children = best_children(logits, self.sampling, perturb, reads)
             growing.add(codes_on_device(children), level, depth)
         return growing.choose()

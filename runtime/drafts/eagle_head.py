@@ -204,10 +204,9 @@ class EagleHead(SlotModel):
         )
         return cos[0], sin[0]
 
-    def reserve(self, tokens: int, *, keep: bool = False) -> None:
-        super().reserve(tokens, keep=keep)
-        if len(self._cos) < self.cache.capacity:
-            self._cos, self._sin = self._table(self.cache.capacity)
+    def _allocate(self, tokens: int, *, keep: bool) -> None:
+        super()._allocate(tokens, keep=keep)
+        self._cos, self._sin = self._table(self.cache.capacity)
 
     def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         """Row i of ``tokens.hidden`` belongs to the token before ``ids[i]``: target features, or

@@ -90,7 +90,7 @@ def propose_tree(
     plan, sampling, log_q = context.plan, context.sampling, list[Tensor]()
     if grows_on_device(reader.model, plan, rejects=context.rejects):
         phase = tree_phase(plan, reader.model, sampling)
-        phase.begin(reader.length, depth, limit, context.noise)
+        phase.begin(reader.length, depth, limit, sampling, context.noise)
         logits = reader.root()
         tree = phase.grow(logits, reader.hidden)
     else:

@@ -108,6 +108,13 @@ class Experiment:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(0)
         self.backend = ModelBackend(self.pair)
+        window, names = FixedWindow(gamma=1), self.pair.draft_names
+        policies = {name: Policy(draft=name, window=window) for name in self.pair.models}
+        self._prefill_plans = {
+            name: prepare(policy, names)
+            for name, policy in {"": AUTOREGRESSIVE, **policies}.items()
+        }
+        """Plans whose requests are begun for the seconds of prefills, by draft (empty: none)."""
 
     def sweep(self, cells: Mapping[str, Sequence[Cell]], checked: Sequence[Cell] = ()) -> None:
         """Every cell of every draft once at each temperature, prefills, and short requests under
@@ -116,7 +123,7 @@ class Experiment:
         deepest = max((plan.policy.depth_max for plan in plans), default=0)
         longest = self.contexts[-1] + max(PER_REQUEST * BLOCK * (deepest + 1), CHECKED_TOKENS)
         self.pair.reserve(min(longest, self.pair.max_positions) + 2)
-        for plan, sampling in product(plans, SAMPLINGS):
+        for plan, sampling in product([*plans, *self._prefill_plans.values()], SAMPLINGS):
             prepare_graphs(self.pair, plan, sampling=sampling)
         work: list[Callable[[], None]] = []
         for (number, cell), sampling in product(enumerate(checked), SAMPLINGS * CHECKS):
@@ -126,7 +133,7 @@ class Experiment:
             for i in range(0, len(order), PER_REQUEST):
                 work.append(partial(self.request, order[i : i + PER_REQUEST], sampling))
         lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
-        for name, length in product(("", *self.pair.models), lengths * PREFILLS):
+        for name, length in product(self._prefill_plans, lengths * PREFILLS):
             work.append(partial(self.prefill, name, length))
         for i in self.rng.permutation(len(work)):
             work[i]()
@@ -161,9 +168,7 @@ class Experiment:
     def prefill(self, draft: str, rows: int) -> None:
         """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``
         too (empty: by none)."""
-        window = FixedWindow(gamma=1)
-        policy = Policy(draft=draft, window=window) if draft else AUTOREGRESSIVE
-        plan, prompt = prepare(policy, self.pair.draft_names), self.prompt(1, rows + 1)
+        plan, prompt = self._prefill_plans[draft], self.prompt(1, rows + 1)
         began = self.clock()
         self.backend.begin(DecodeRequest("profile", prompt, Sampling(), 1, 2), plan)
         if self.pair.device.type == "cuda":
