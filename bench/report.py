@@ -495,6 +495,13 @@ def _tuned_on_gpu(run: Figures) -> str:
     after = f"{percent(prediction['median_error_after_factor'])} off after one common factor"
     if prediction["median_error"] is not None:
         after = f"{percent(prediction['median_error'])} off in the median as made, {after}"
+    if "heads_profiled" in run:
+        rows = [row for row in run["rows"] if str(row["label"]).startswith("head ")]
+        slow = [1 - row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] for row in rows]
+        after += (
+            f"; those of the head were profiled {run['heads_profiled']}, and so predicted "
+            f"{percent(min(slow))} to {percent(max(slow))} too slow"
+        )
     winner = policy_in_words(tuned["winner"]["policy"])
     return (
         f"`tune` took {run['wall_s']:.0f} s and published {winner}, "
