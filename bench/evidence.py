@@ -1,4 +1,4 @@
-"""What :mod:`papers` holds the papers against: claims, recordings, costs, replays and rows."""
+"""What :mod:`papers` is made of: recordings, costs, replays and rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from claims import CLAIMS
 from lab import RESULTS, ROOT, Halves, halves, measured, run_parts, say
 
 from spectune.optimizer.execute import Executor, encode_recorded
@@ -29,73 +30,14 @@ Interval = Sequence[float | None]
 ROUNDS, EMITTED, ACCEPTED, DRAFTED, PASSES, VERIFIED = range(6)
 """Columns of a replay's counts."""
 RESAMPLES = 400
-
-
-class Claim(NamedTuple):
-    """What a paper says: a title, its figure with its place, and what ours is to be at least, or at
-    most (neither: it cannot be held against a figure)."""
-
-    title: str
-    figure: str
-    least: float | None = None
-    most: float | None = None
-
-
-CLAIMS = {
-    "tau": Claim("tau (target calls: the inverse)", "+3.3 to +8.4% (table 1)", 1.033),
-    "tau 1": Claim("tau (target calls: the inverse)", "+3.6 to +7.7% (table 9)", 1.036),
-    "tokens": Claim("verified tokens", "-7.7 to -16.2% (table 1)", most=0.923),
-    "tokens 1": Claim("verified tokens", "-5.6 to -12.7% (table 9)", most=0.944),
-    "speed": Claim("speed", "+2.3 to +9.1% (table 1)", 1.023),
-    "speed 1": Claim("speed", "+2.6 to +7.5% (table 9)", 1.026),
-    "tuned": Claim("speed, both tuned", "none: no baseline is tuned", 1.0),
-    "executed": Claim("speed, executed", "as replayed"),
-    "deeper": Claim("tau, deeper trees alone", "+7.6 to +18.1% (table 2, code)", 1.076),
-    "pruned": Claim("verified tokens by pruning", "-13.6 to -19.3% (table 2, code)", most=0.864),
-    "kept": Claim("tau kept by pruning", "97.8 to 99.1% (table 2, code)", 0.978),
-    "ranks": Claim("accepted paths in the best quarter of N", "most (figure 1)"),
-    "alpha 1": Claim("speed, alpha 2 over 1 at depth 4", "+1.2 to +2.3% (table 3)", 1.012),
-    "alpha 3": Claim("speed, alpha 2 over 3 at depth 4", "+0.2 to +1.1% (table 3)", 1.002),
-    "domain": Claim("speed out of domain", "+5.3 to +10.8% (table 5)", 1.053),
-    "overhead": Claim("seconds with entropies", "+0.3 to +0.9% (table 6)", most=1.009),
-    "adaedl": Claim("speed over AdaEDL on the tree", "+6 to +22% (table 11)", 1.06),
-    "nodes": Claim("verified tokens at EAGLE-2's tau", "75 to 80% (section 5)", most=0.8),
-    "two": Claim("the same, two features", "90% (table 1)", most=0.9),
-    "hidden": Claim("the same, other hidden sizes", "12 to 48 alike (B.3)", most=0.8),
-    "transfer": Claim("the same, trained on another draft", "73 to 100% (table 2)", most=1.0),
-    "texts": Claim("the same, trained on other texts", "below EAGLE-2's (figure 4)", most=1.0),
-    "cap": Claim("the same, at most 5 a level", "below EAGLE-2's (table 5)", most=1.0),
-    "stops": Claim("verified tokens of chains at a stop's tau", "90 to 92% (table 3)", most=0.92),
-    "window": Claim("speed over the window gamma 5", "+3.55 to +16.48% (section 6)", 1.0355),
-    "window 1": Claim("speed over the window gamma 5", "+2.4 to +9.8% (table 9)", 1.0238),
-    "methods": Claim("speed over the best of methods 2 to 4", "the best overall (figure 3)", 1.0),
-    "adaptive": Claim("speed over EAGLE-2 of depth 5", "+1.1 to +7.1% (table 10)", 1.0114),
-    "choice": Claim("speed over the best single draft", "+0.0 to +8.8 points (table 2)", 1.0),
-    "full": Claim("tau of the whole vocabulary kept", "98.4% (table 1)", 0.984),
-    "frequent": Claim("the same, FR-Spec", "93.6% (table 1)", 0.936),
-    "routed": Claim("tau over FR-Spec's at as many tokens", "+5.2% (table 1)", 1.052),
-    "decayed": Claim("tau, fewer clusters by step over as many", "above (figure 3)", 1.0),
-    "mass": Claim("p(S), DynaSpec's over FR-Spec's", "0.874 against 0.854 (table 3)", 1.023),
-    "distance": Claim("TV inside S, likewise", "0.874 against 0.887 (table 3)", most=0.986),
-    "bounds": Claim("contexts where theorem 5.1 and corollary 5.2 hold", "all", 1.0),
-    "rare": Claim("tokens outside FR-Spec's shortlist that the router's has", "none"),
-    "decayed order": Claim("tau, PA-FR over FR-Spec", "+1.9% (table 4)", 1.019),
-    "coupled": Claim("tau of coupled chains over rejection's", "none", 1.0),
-    "verified": Claim("speed of the best coupled policy over rejection's best", "none", 1.0),
-    "sharp": Claim("verified tokens at EAGLE-2's tau, our coupled score", "none", most=1.0),
-    "certain": Claim("first choices accepted over their mean probability", "none"),
-    "together": Claim("speed over the best single mechanism", "none", 1.0),
-    "regret": Claim("speed of what is chosen over the best of 120 in hindsight", "none"),
-    "regret executed": Claim(
-        "speed of what is chosen over the fastest of 16, executed", "none", 0.98
-    ),
-}
+H100 = "gpu-nvidia-h100-80gb-hbm3"
+"""The results that the costs ``h100`` are from."""
 
 
 def row(claim: str, cell: str, ours: Interval, why: str = "") -> Document:
-    """A row of a paper's table."""
+    """A row of a paper's table, by its key in :data:`claims.CLAIMS`."""
     say(f"{CLAIMS[claim].title}, {cell}: {[x and round(x, 3) for x in ours]}")
-    return {"claim": claim, **CLAIMS[claim]._asdict(), "cell": cell, "ours": ours, "why": why}
+    return {"claim": claim, "cell": cell, "ours": ours, "why": why}
 
 
 def run_rows(
@@ -104,9 +46,9 @@ def run_rows(
     parts: Mapping[str, Callable[[bool], list[Document]]],
     arguments: Sequence[str],
 ) -> None:
-    """Runs parts of a paper's tables, and adds their rows, each with the command that makes it, to
-    ``bench/results/papers.json``. With ``--pair FOLDER`` parts are of that pair, and called
-    ``PART_PAIR``."""
+    """Runs parts of a paper's tables, and adds their rows to ``bench/results/papers.json``, with
+    the command that makes them and where their costs are from. With ``--pair FOLDER`` parts are of
+    that pair, and called ``PART_PAIR``."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--pair", default="demo")
     typed, rest = parser.parse_known_args(arguments)
@@ -114,14 +56,15 @@ def run_rows(
     pair = read_pair(typed.pair).name
     of_pair = "" if pair == "demo" else f"_{pair}"
 
-    def rows(part: str, quick: bool) -> list[Document]:
-        command, made = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
+    def made(part: str, quick: bool) -> Document:
+        command, rows = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
         if of_pair:
             command += " --pair FOLDER"
-            made = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in made]
-        return [{**r, "command": command} for r in made]
+            rows = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in rows]
+        used = sources_of_costs(quick) if costs.cache_info().currsize else {}
+        return {"command": command, "costs": used, "rows": rows}
 
-    named = {f"{part}{of_pair}": partial(rows, part) for part in parts}
+    named = {f"{part}{of_pair}": partial(made, part) for part in parts}
     run_parts(about, "papers", named, rest)
 
 
@@ -175,10 +118,21 @@ def costs(quick: bool) -> dict[str, LatencyProfile]:
     }
 
 
+def sources_of_costs(quick: bool) -> dict[str, str]:
+    """Where each of the three costs is from."""
+    cpu = costs(quick)["cpu"]
+    code = json.loads((RESULTS / f"{H100}.json").read_text())["passes"]["code"]
+    return {
+        "cpu": f"measured {cpu.created_at:%Y-%m-%d} on this machine",
+        "h100": f"{H100}.json, code of {code}",
+        "70b": "HeteroSpec, table 6",
+    }
+
+
 def _h100(pair_id: str) -> LatencyProfile:
-    """Measured on the H100 (``gpu-nvidia-h100-80gb-hbm3.json``): the target's pass by tokens; a
+    """Measured on the H100 (:data:`H100`): the target's pass by tokens; a
     step of the draft, a level of the head; what trees take more, by level and by round."""
-    figures = json.loads((RESULTS / "gpu-nvidia-h100-80gb-hbm3.json").read_text())
+    figures = json.loads((RESULTS / f"{H100}.json").read_text())
     passes = {r["what"]: r["ms"] / 1e3 for r in figures["passes"]["rows"]}
     rounds = {r["policy"]: r for r in figures["rounds"]["rows"]}
     rows = [name for name in passes if name.startswith("pass, tokens")]
@@ -313,8 +267,9 @@ def executed(
             run, tokens = sides[side]
             seconds[side, n, k] = run(n) / tokens[n]
     ours = finite(Timings(dict(zip("ab", seconds, strict=True))).ratio("a", "b"))
-    why = f"{len(places)} requests; replay says {over(predicted[1], predicted[0])[0]:.3f}"
-    return row("executed", cell, ours, why)
+    says = over(predicted[1], predicted[0])[0]
+    why = f"{len(places)} requests; replay says {says:.3f}"
+    return {**row("executed", cell, ours, why), "replayed": says}
 
 
 def at_equal_tau(

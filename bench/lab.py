@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def run_parts(
 ) -> None:
     """A measurement of parts, ``--only`` some of them, each given whether it is to be ``--quick``:
     then nothing is stored, else each part's figures are added to those of
-    ``bench/results/NAME.json`` as it ends."""
+    ``bench/results/NAME.json`` as it ends, and by what they were ``made``."""
     parser = parser_of(about)
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
@@ -102,7 +103,18 @@ def run_parts(
         print(json.dumps(made), flush=True)
         if not options.quick:
             figures = json.loads(path.read_text()) if path.exists() else {}
-            keep(name, {**figures, part: made, "environment": environment()})
+            by_part = {**figures.get("made", {}), part: origin()}
+            keep(name, {**figures, part: made, "made": by_part})
+
+
+def origin() -> dict[str, Any]:
+    """When, by which code (the commit; ``+`` where files differ from it) and in what figures are
+    measured."""
+    git = ("git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*")
+    found = subprocess.run(git, capture_output=True, text=True)
+    code = found.stdout.strip() or "unknown"
+    today = datetime.now(UTC).date().isoformat()
+    return {"measured": today, "code": code, "environment": environment()}
 
 
 def say(what: object) -> None:

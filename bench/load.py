@@ -40,9 +40,9 @@ from lab import (
     ROOT,
     chain,
     demo,
-    environment,
     interval_of,
     keep,
+    origin,
     parser_of,
     record_engine,
     requests,
@@ -390,10 +390,10 @@ def main(arguments: Sequence[str]) -> None:
     wanted = parser.parse_args(arguments)
     state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
     state.mkdir(exist_ok=True)
-    before, began = environment(), time.time()
+    before, began = origin(), time.time()
     times = (1, 24) if wanted.quick else (wanted.passes, wanted.turns)
     found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
-    found |= {"seconds": round(time.time() - began, 1), "environment": before}
+    found |= {"seconds": round(time.time() - began, 1), **before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
         keep(name, found)

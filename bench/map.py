@@ -27,8 +27,8 @@ from lab import (
     RESULTS,
     ROOT,
     Halves,
-    environment,
     halves,
+    origin,
     parser_of,
     say,
 )
@@ -83,7 +83,7 @@ MECHANISMS = (
 )  # fmt: skip
 """From simple to elaborate. ``window`` (on the fly), ``shortlist`` (FR-Spec, DynaSpec), ``bins``
 (HeteroSpec) and ``classifier`` (C2T) are the papers', over chains or trees; ``two``: of two of
-them; ``own score``: trees that rank nodes by the coupled score with sharpness 3."""
+them; ``own score``: trees that rank nodes by the coupled score."""
 
 
 # ---------------------------------------------------------------------------------------- policies
@@ -110,6 +110,13 @@ def mechanism(policy: Policy) -> str:
     return "tree" if policy.is_tree else "chain" if policy.speculates else "nothing"
 
 
+def ranked(draft: str, width: int, depth: int, top_n: int, **score: Any) -> dict[str, Any]:
+    """EAGLE-2's tree, its nodes ranked by a score that is named: the default is the coupled one
+    above temperature 0, EAGLE-2's at 0."""
+    growth = {"kind": "top_k", "width": width, **score}
+    return {**top_k(draft, width, depth, top_n), "growth": growth}
+
+
 def policies_of(draft: str, limits: DraftLimits, longest: int) -> list[Policy]:
     """What competes with one draft: each mechanism in many sizes, and two of them together."""
     documents: list[dict[str, Any]] = [
@@ -122,9 +129,12 @@ def policies_of(draft: str, limits: DraftLimits, longest: int) -> list[Policy]:
     sizes = [
         (w, d, n) for w in (8, 10) for d in (2, 4, 6, 8) for n in (4, 8, 12, 24, 40, 60) if d <= n
     ]  # fmt: skip
-    documents += [top_k(draft, *size) for size in sizes]
-    own = {"kind": "top_k", "width": 8, "score": "coupled", "sharpness": 3.0}
-    documents += [{**top_k(draft, *size), "growth": own} for size in sizes[: len(sizes) // 2]]
+    documents += [ranked(draft, *size, score="probability") for size in sizes]
+    documents += [
+        ranked(draft, *size, score="coupled", sharpness=sharpness)
+        for size in sizes[: len(sizes) // 2]
+        for sharpness in (1.5, 3.0)
+    ]
     documents += [
         {"draft": draft, "growth": {"kind": "static", "paths": paths}}
         for paths in limits.fits.get("static", ())
@@ -483,7 +493,7 @@ def write_part(
     state.mkdir(parents=True, exist_ok=True)
     began = time.process_time()
     part = measure(state, quick)
-    part |= {"core_seconds": round(time.process_time() - began), "environment": environment()}
+    part |= {"core_seconds": round(time.process_time() - began), **origin()}
     if quick:
         return
     figures = {**json.loads(path.read_text()), name: part}

@@ -10,6 +10,7 @@ from typing import Any
 
 import map_page
 import numpy as np
+from claims import CLAIMS, verdict
 from verdicts import (
     MET,
     NOT_MET,
@@ -298,9 +299,24 @@ def served() -> list[str]:
     if not (RESULTS / "served.json").exists():
         return []
     parts = {name: part for name, part in load("served").items() if "summary" in part}
-    rows = [(name, part["summary"], exactly(part["holds"])) for name, part in parts.items()]
+    rows = []
+    for name, part in parts.items():
+        beside = _beside_others(part["loads"], part["winner"]) if name == "tune_url" else ""
+        rows.append((name, part["summary"] + beside, exactly(part["holds"])))
     title = "## A vLLM that serves (`make acceptance-vllm`)"
     return [title, "", *table(("part", "measured", "verdict"), rows)]
+
+
+def _beside_others(executed: Sequence[Figures], winner: str) -> str:
+    """Tokens/s of a tuning's winner over those of the others that it executed, in the geometric
+    mean of the loads."""
+    speeds = {
+        policy["label"]: [load["measured"]["tokens_per_s"] for load in policy["loads"]]
+        for policy in executed
+    }
+    ours = np.log(speeds.pop(winner))
+    shares = (f"{name} {np.exp((ours - np.log(of)).mean()):.2f}" for name, of in speeds.items())
+    return f"; its tokens/s in the race over those of: {', '.join(shares)}"
 
 
 def under_load(d: Figures, name: str) -> str:
@@ -380,16 +396,17 @@ PAPERS_ABOUT = (
     "intervals (95%) are over requests and do not hold the error of costs. Costs: `cpu`, this "
     "machine's measured profile; `h100`, measured rounds of a pair ballasted to 8B; `70b`, a 70B "
     "target as HeteroSpec's table 6 publishes it. The verdict holds the unfavourable end of ours "
-    "against the smallest gain that the paper's table has. Ratios; below 1 is a loss, of verified "
-    "tokens and seconds a gain."
+    "against the smallest gain that the paper's table has; what is executed is held against "
+    "replay. Ratios; below 1 is a loss, of verified tokens and seconds a gain."
 )
 
 
 def papers() -> list[str]:
     """A table for each paper: its figure, ours by draft with interval and verdict, and a cause."""
     figures = load("papers")
-    parts = [rows for name, rows in figures.items() if name != "environment"]
-    held = sum(r["least"] is not None or r["most"] is not None for rows in parts for r in rows)
+    made = figures.pop("made")
+    claims = [CLAIMS[r["claim"]] for part in figures.values() for r in part["rows"]]
+    held = sum(claim.least is not None or claim.most is not None for claim in claims)
     many = (
         f"The {held} verdicts are not corrected for their number: if every truth lay just at its "
         f"bar, chance would make about {held / 40:.0f} met and as many not met."
@@ -397,17 +414,23 @@ def papers() -> list[str]:
     lines = ["## The papers", "", PAPERS_ABOUT, "", many, ""]
     for part, title in PAPERS.items():
         names = [name for name in figures if name == part or name.startswith(f"{part}_")]
-        rows = [r for name in names for r in figures[name]]
-        if rows:
-            commands = dict.fromkeys(f"`python {r['command']}`" for r in rows)
-            lines += [f"### {title}", "", ", ".join(commands), "", *_paper(rows)]
-    return [*lines, _together(figures.get("joint", ())), ""]
+        if names:
+            parts = [_made(figures[name], made[name]) for name in names]
+            rows = [r for name in names for r in figures[name]["rows"]]
+            lines += [f"### {title}", "", "; ".join(parts) + ".", "", *_paper(rows)]
+    return [*lines, _together(figures["joint"]["rows"]), ""]
+
+
+def _made(part: Figures, made: Figures) -> str:
+    """A part's command, date, code and measured costs."""
+    said = f"`python {part['command']}` ({made['measured']}, code of {made['code']}"
+    return said + (f", cpu's costs {part['costs']['cpu']})" if part["costs"] else ")")
 
 
 def _together(rows: Sequence[Figures]) -> str:
     """Whether any combination beats the best of one mechanism."""
     rows = [r for r in rows if r["claim"] == "together"]
-    shown = [f"{r['cell']}: {ratio(r['ours'])}" for r in rows if paper_verdict(r) == MET]
+    shown = [f"{r['cell']}: {ratio(r['ours'])}" for r in rows if verdict(r) == MET]
     wins = "; ".join(shown) or "none"
     return (
         f"Of {len(rows)} costs and temperatures, where mechanisms together (our coupled score is "
@@ -422,7 +445,8 @@ def _paper(rows: Sequence[Figures]) -> list[str]:
         draft, _, place = r["cell"].partition(", ")
         if draft not in DRAFTS:
             draft, place = "", r["cell"]
-        groups.setdefault((r["title"], r["figure"], place), {})[draft] = r
+        claim = CLAIMS[r["claim"]]
+        groups.setdefault((claim.title, claim.figure, place), {})[draft] = r
     drafts = [d for d in ("", *DRAFTS) if any(d in group for group in groups.values())]
     body = []
     for key, group in groups.items():
@@ -439,21 +463,13 @@ def _beside(r: Figures) -> str:
         return "beyond the baseline's curve"
     shown = f"{value:.3f}"
     shown += f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else ""
-    return f"{shown}, {paper_verdict(r)}"
-
-
-def paper_verdict(r: Figures) -> str:
-    """Of a row of :mod:`papers`."""
-    low, high = r["ours"][1:]
-    if r["least"] is not None:
-        return at_least((low, high), r["least"])
-    return "not comparable" if r["most"] is None else at_most((low, high), r["most"])
+    return f"{shown}, {verdict(r)}"
 
 
 def _causes(group: dict[str, Figures]) -> Iterable[str]:
     same = len({r["why"] for r in group.values()}) == 1
     for draft, r in group.items():
-        if r["why"] and paper_verdict(r) != MET:
+        if r["why"] and verdict(r) != MET:
             yield r["why"] if same or not draft else f"{draft}: {r['why']}"
 
 
@@ -475,6 +491,7 @@ def on_gpu() -> tuple[list[str], list[str]]:
     speeds = {r["what"].split(", ")[-1]: r["tokens/s"] for r in newest["generate"]["rows"]}
     best = max(newest["rounds"]["rows"], key=lambda row: float(row["tokens/s"]))
     tuned = newest["tune"]["tuned"]
+    texts = tuned["texts"]
     first = (
         f"**{newest['tune']['on']}**, a pair ballasted to {newest['tune']['models']}: "
         f"{_tuned_on_gpu(newest['tune'])}. Its {best['policy']} decodes "
@@ -482,7 +499,9 @@ def on_gpu() -> tuple[list[str], list[str]]:
         f"with a static cache and compiled {speeds['compiled']:.0f}, assisted by the draft "
         f"{speeds['assisted by the draft']:.0f}. Left out: ballast has the demo pair's texts and "
         "acceptance at the cost of large models; one request at a time; "
-        f"{tuned['confirmed']['requests']} requests held out. (`python bench/run.py gpu`)"
+        f"{tuned['confirmed']['requests']} requests held out. Of its executed texts, in "
+        f"{texts['dtype']}, {texts['differ']} of {texts['compared']} differ from autoregression's; "
+        "in float64 none may (`python bench/run.py gpu`)"
     )
     return [first, ""], lines
 
@@ -592,7 +611,9 @@ def highlights() -> str:
     shares = {r["constant"]: r["share"] for r in vllm["regret"]["together"]}
     off, constants = ratio(shares.pop("off")), [share[0] for share in shares.values()]
     errors = vllm["tokens_per_s"]
-    lines = [*on_gpu()[0], "Two shared CPU cores, the demo pair:", "", *table(names, rows)]
+    regret = load("acceptance-regret")
+    cpu = f"Two shared CPU cores, the demo pair ({regret['measured']}, code of {regret['code']}):"
+    lines = [*on_gpu()[0], cpu, "", *table(names, rows)]
     lines += [
         f"- texts and rounds: {exact['summary'].split(' (')[0]} in float64 ({lossless(exact)[1]})",
         f"- predicted against executed speed: {predicted['summary'].split(', Kendall')[0]} "

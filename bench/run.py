@@ -78,12 +78,12 @@ def _about(name: str) -> str:
 
 def _run(name: str, state: Path, *, quick: bool) -> None:
     """Runs a check and stores its figures."""
-    from lab import environment, keep
+    from lab import keep, origin
 
     print(f"{name}: {_about(name)}", flush=True)
-    began, before = time.time(), environment()
+    began, before = time.time(), origin()
     figures = importlib.import_module(name).check(state, quick)
-    figures |= {"seconds": round(time.time() - began, 1), "environment": before}
+    figures |= {"seconds": round(time.time() - began, 1), **before}
     path = _results(name, state)
     keep(path.stem, figures, path.parent)
     (state / f"{name}.done").write_text("ok" if figures["holds"] else "failed")
