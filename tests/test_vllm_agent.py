@@ -107,6 +107,8 @@ def test_a_finished_request_is_a_line(start: Start, folder: Path) -> None:
     eventually(lambda: len(lines(folder)) == 6)
     assert lines(folder)[-1]["finish"] == "abort"
     eventually(lambda: status(folder)["noted"] == 6)
+    said_at = status(folder)["at"]
+    eventually(lambda: status(folder)["at"] > said_at)  # also while nothing happens
 
 
 def test_what_is_drafted_for_a_retraced_request_is_noted_whatever_the_table_says(

@@ -328,7 +328,8 @@ class Agent:
                 self.dropped += lines
 
     def write_status(self) -> None:
-        """Writes ``status.json`` where it changed, of counts alone at most once a second."""
+        """Writes ``status.json`` where more than counts changed, else once a second: who reads it
+        knows by ``at`` that vLLM still runs."""
         refused = {"version": 0, "reason": self.refusal} if self.refusal else None
         in_force = {"version": self.table.version, "policy": self.table.policy}
         counts = {"noted": self.noted, "dropped": self.dropped}
@@ -338,7 +339,7 @@ class Agent:
             "fault": self.fault or None, **counts,
         }  # fmt: skip
         now, is_soon = time.time(), time.time() < self.status_at + STATUS_S
-        if document == self.status or (is_soon and document == {**self.status, **counts}):
+        if is_soon and document == {**self.status, **counts}:
             return
         path = os.path.join(self.folder, "status.json")
         with open(f"{path}.tmp", "w") as file:
