@@ -517,9 +517,13 @@ class PoliciesShow(Placed):
     other: PolicyName | None = argument(None, "Another one.")
 
 
+WAIT = "Wait so long for the servers; exit code 1 where one refuses it or none applies it."
+
+
 class PoliciesActivate(Placed):
     """Publish a policy: running decoders of the deployment take it up between two rounds, and
-    `policies list` shows who did. What the deployment's engine cannot run is refused.
+    `policies list` shows who did. What the deployment's engine, or each server that is followed
+    there, cannot run is refused.
 
     A policy that was tuned keeps what sampling it was tuned for."""
 
@@ -528,15 +532,18 @@ class PoliciesActivate(Placed):
     policy: PolicyName = argument(..., "A file, inline JSON, an id, or active.")
     from_: str | None = setting(None, "Deployment whose `active` is promoted.")
     reason: str | None = setting(None, "Kept with it.")
+    wait: Duration | None = setting(None, WAIT)
 
 
 class PoliciesRollback(Placed):
-    """Publish an earlier policy of the deployment again, as a new version. Publications that hold
-    no policy, or none that the deployment's engine can run, are passed over."""
+    """Publish an earlier policy of the deployment again, as a new version: the last one that a
+    server applied, or where none has answered that was published; typed again, the one before.
+    What servers refused, and what a rollback has left, is passed over."""
 
-    example = "policies rollback"
+    example = "policies rollback --wait 10s"
 
-    to: Count | None = setting(None, "Version to go back to; default: the one before the active.")
+    to: Count | None = setting(None, "Version to go back to.")
+    wait: Duration | None = setting(None, WAIT)
 
 
 class PoliciesExport(Placed):
@@ -573,7 +580,7 @@ class Follow(OnPair):
     what is published goes into the folder (docs/production.md). Ends by Ctrl-C or SIGTERM; typed
     again it goes on where it was."""
 
-    example = "follow /var/lib/spectune --keep 7d --keep-size 2GB"
+    example = "follow /var/lib/spectune --pair pair.json --keep 7d"
 
     folder: AnyPath = argument(..., "The folder that SPECTUNE_FOLDER names at the server.")
     deployment: Deployment = setting("vllm", "Name of what it follows.", env="SPECTUNE_DEPLOYMENT")

@@ -62,7 +62,7 @@ def _against_fixed(
     """Figures of one workload, and the profile that was tuned by: the one given, if any."""
     store = stored(state / f"regret-{category}.db", fresh=True)
     if measured is not None:
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         store.put_profile(measured)
     count, tokens, gammas, budget_s = (18, 10, 2, 2.0) if quick else (48, 48, 12, 80.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)

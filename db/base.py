@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from sqlalchemy import JSON, DateTime, Double, MetaData, String, Text
 from sqlalchemy.engine import Dialect
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 
@@ -67,3 +67,11 @@ class Base(DeclarativeBase):
         Document: JSON,
         list[Any]: JSON,
     }
+
+
+class Identity(Base):
+    """The one row that tells a database from others, made when it is first asked for."""
+
+    __tablename__ = "spectune_database"
+
+    id: Mapped[Str32] = mapped_column(primary_key=True)

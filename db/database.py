@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
+from spectune.db.base import Identity
 from spectune.db.errors import DatabaseError
 from spectune.db.failures import BUSY_TIMEOUT_S, translated
 from spectune.db.migrate import HEAD, migrate, revision
@@ -66,6 +68,18 @@ class Database:
     def name(self) -> str:
         """The database for messages, without its password."""
         return shown(self.url)
+
+    @cached_property
+    def id(self) -> str:
+        """What tells this database from others, wherever it lies: 16 hex digits, which a copy of it
+        shares. Raises :class:`DatabaseError`."""
+        with self.write() as session:
+            self.lock(session, "identity")
+            found = session.scalar(select(Identity.id))
+            if found is None:
+                found = secrets.token_hex(8)
+                session.add(Identity(id=found))
+            return found
 
     @contextmanager
     def read(self) -> Iterator[Session]:

@@ -13,7 +13,7 @@ from spectune.traces.text import shortened
 if TYPE_CHECKING:
     from spectune.runtime.policies.document import Policy
     from spectune.traces.schema import Sampling, Verifier
-    from spectune.traces.tables import Acknowledgement, Publication, Trajectory
+    from spectune.traces.tables import Publication, Trajectory
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,6 @@ def refusal(deployment: str, policy: Policy) -> str:
     except PolicyError as error:
         return f"deployment {deployment}: {error}"
     return ""
-
-
-def answers_in_words(answers: Iterable[Acknowledgement]) -> str:
-    """What servers did with a publication, each once, the newest of its answers."""
-    newest = {a.node: f"{a.node} {a.status}{a.reason and f': {a.reason}'}" for a in answers}
-    return "; ".join(newest.values()) or "nobody has applied it yet"
 
 
 def tuned_for(sampling: Sampling, verifier: Verifier) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def record_on(
     whose seconds are sought; all is committed when all is served, as that takes 5% of the speed of
     an engine on the same cores."""
     name = spec.id
-    store.put_pair(name, spec.name, spec.to_json())
+    store.put_pair(name, spec.name, spec.to_json(), spec.models)
     digest = None if workload is None else store.put_workload(workload)
     most, about = options.max_new_tokens, about_recording(running, options)
     source = DESIGNED if timed else "record"

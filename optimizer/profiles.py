@@ -95,7 +95,7 @@ def profile_for(
         if not failed:
             return stored
         tell(f"{failed}: it is measured anew")
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     measured = measure_profile(
         pair,
         gamma_max=gamma_max,

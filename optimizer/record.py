@@ -116,7 +116,7 @@ def record(
     ends, so that a kill loses at most the one in hand.
     """
     encoded = encode(pair, workload, options, spec.drafts)
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     request = asked_of(pair, store.put_workload(workload), options, slot)
     info = None if fresh else store.find_recording(request, state="recording")
     if info is None and reuse_complete and not fresh:
@@ -270,7 +270,7 @@ def record_served(
     ``about``: what else its texts depend on; ``policies``: those in force as it begins. What could
     not be written is in the writer's status.
     """
-    store.put_pair(pair_id, spec.name, spec.to_json())
+    store.put_pair(pair_id, spec.name, spec.to_json(), spec.models)
     put_policies(store, policies)
     most, verifier = options.max_new_tokens, options.verifier
     request = Asked(pair_id, None, options.sampling, most, verifier, about, source="serve")

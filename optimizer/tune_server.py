@@ -104,7 +104,9 @@ def record_draft(
 def put_published(
     store: TraceStore, server: RunningServer, deployment: str, tell: Callable[[str], None]
 ) -> None:
-    """Puts what is published in force, as `follow` does where it runs, and waits for the answer."""
+    """Ends the trials, puts what is published in force, as `follow` does where it runs, and waits
+    for the answer."""
+    server.close()
     writer = PolicyWriter(store, server.folder, deployment, tell, pair=server.spec)
     writer.look()
     deadline = time.monotonic() + IN_FORCE_S

@@ -57,9 +57,16 @@ class PairSpec(BaseModel):
     def id(self) -> str:
         """12 hex digits over the :func:`identity` of target and drafts: the same models are the
         same pair, wherever they lie. Raises PairError where one is missing or cannot be read."""
-        drafts = [[name, identity(path)] for name, path in sorted(self.drafts.items())]
-        parts = [identity(self.target), *drafts]
+        models = self.models
+        parts = [models["target"], *map(list, models["drafts"].items())]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """The :func:`identity` of the target and of each draft by its name, and ``methods``.
+        JSON-ready. Raises PairError where one is missing or cannot be read."""
+        drafts = {name: identity(path) for name, path in sorted(self.drafts.items())}
+        return {"target": identity(self.target), "drafts": drafts, "methods": [*self.methods]}
 
     def check(self) -> None:
         """Raises PairError if a checkpoint is missing or its configuration is none; reads no

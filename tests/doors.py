@@ -207,7 +207,7 @@ def put_made_up_profile(
     Measuring takes half a minute on a busy machine, and what is measured is not what these tests
     are about.
     """
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     made = profile or flat_profile(pair.id, pair.drafts)
     return store.put_profile(replace(made, environment={**environment(pair), "gamma_max": 64}))
 

@@ -89,7 +89,7 @@ def decoded_again(decoder: Decoder, text: Trajectory) -> Decoded:
 def store_of(pair: LoadedPair, folder: Path) -> Iterator[TraceStore]:
     """A store in a new file that knows the pair."""
     with opened(folder / "spectune.db") as store:
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         yield store
 
 

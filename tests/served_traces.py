@@ -118,7 +118,7 @@ def record_server(url: str, gammas: Sequence[int] = (0, 1, 3, 6), engine: str = 
     about = {"engine": engine, "engine_version": "0.32.0", "serving": SERVING}
     with opened(url) as store:
         spec = read_pair("demo")
-        store.put_pair(spec.id, spec.name, spec.to_json())
+        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
         asked = Asked(spec.id, None, Sampling(), 64, options=about, source="serve")
         info = store.create_recording(asked)
         for gamma in gammas or (0,):

@@ -160,7 +160,7 @@ def fit(
     costs: LatencyProfile,
 ) -> StoredFit:
     parts = split([t.category for t in trace.trajectories])
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     return fit_chooser(store, pair, trace, parts, candidates, costs, {"recording": None})
 
 

@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from databases import opened
 from doors import Door
 from recorded_texts import Looked
 from test_hot_reload import fixed, publish
+from waiting import eventually
 
 from spectune.optimizer.changes import changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
@@ -26,7 +28,7 @@ from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Request, Sampling, Tokens, Workload
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Publication, Trajectory
+from spectune.traces.tables import AckStatus, Publication, Trajectory
 
 HOT = ("--temperature", 0.7, "--seed", 3)
 SHORT = ("--max-new-tokens", 4, "--no-compare")
@@ -264,7 +266,58 @@ def test_what_servers_did_with_a_publication_is_told(tmp_path: Path, tiny_pair: 
     assert "east applied; west refused: it loaded another draft" in wide
     back = door.json("policies", "activate", json.dumps(fixed(3).spelled_out()), *of)
     assert back["servers"] == []
-    told = door.call("policies", "rollback", *of)
-    assert "is published again in deployment default; nobody has applied it yet" in " ".join(
-        told.stdout.split()
-    )
+    told = door.call("policies", "rollback", *of, "--to", 1)
+    assert (
+        f"version 3: version 2 -> back to version 1: {fixed(2).label()} is published in deployment "
+        "default; nobody has applied it yet"
+    ) in " ".join(told.stdout.split())
+
+
+def test_a_rollback_goes_back_to_what_was_applied(
+    tmp_path: Path, tiny_pair: Path, pair: LoadedPair
+) -> None:
+    """Past what servers refused; typed again, further back; and never to what it has left."""
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
+
+    def back(*options: object) -> tuple[str, str]:
+        told = door.call("policies", "rollback", *of, *options)
+        assert told.exit_code == 0, told.output
+        active = door.json("policies", "show", "active", *of)
+        return " ".join(told.stdout.split()).partition(" -> ")[2].partition(":")[0], active["id"]
+
+    with opened(tmp_path / "x.db") as store:
+        for gamma, status in ((1, "applied"), (2, "applied"), (9, "refused"), (3, ""), (5, "")):
+            version = publish(store, pair, fixed(gamma))
+            if status:
+                store.acknowledge(version, "east", status)
+        assert back() == ("back to version 2", fixed(2).id)
+        assert back() == ("back to version 1", fixed(1).id)
+        assert "has no earlier policy" in door.refused("policies", "rollback", *of)
+        assert back("--to", 5) == ("back to version 5", fixed(5).id)
+        assert back("--to", 6) == ("back to version 2", fixed(2).id)  # a rollback: to what it did
+        publish(store, pair, fixed(7))
+        assert back() == ("back to version 2", fixed(2).id)
+        evidence = store.list_publications()[0].evidence
+        assert evidence["rollback"] == {"from": 10, "to": 2}
+
+
+def test_servers_are_waited_for(tmp_path: Path, tiny_pair: Path, pair: LoadedPair) -> None:
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
+    words = ("policies", "activate", json.dumps(fixed(2).spelled_out()), *of, "--wait")
+    assert door.call(*words, "50ms").exit_code == 1
+    with opened(tmp_path / "x.db") as store:
+
+        def answers(version: int, status: AckStatus) -> None:
+            eventually(lambda: store.active_version(pair.id, "cpu") == version)
+            store.acknowledge(version, "east", status, "too long" if status == "refused" else "")
+
+        said: list[tuple[AckStatus, int, str]] = [
+            ("applied", 0, "east applied"),
+            ("refused", 1, "east refused: too long"),
+        ]
+        for version, (status, code, words_) in enumerate(said, 2):
+            thread = threading.Thread(target=answers, args=(version, status))
+            thread.start()
+            found = door.call(*words, "90s")
+            thread.join()
+            assert (found.exit_code, words_ in " ".join(found.stdout.split())) == (code, True)

@@ -264,7 +264,7 @@ def record_request(
     store: TraceStore, spec: PairSpec, request: Trajectory, steps: Sequence[Step]
 ) -> str:
     """A recording of vLLM's with this request; its id."""
-    store.put_pair(spec.id, spec.name, spec.to_json())
+    store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
     about = {"engine": "vllm", "engine_version": "0.32.0"}
     info = store.create_recording(Asked(spec.id, None, Sampling(), 512, options=about))
     store.append_trajectory(info.id, 0, request, steps)

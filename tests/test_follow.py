@@ -24,6 +24,7 @@ from waiting import eventually
 from spectune.db import open_database
 from spectune.engines.vllm.folder import CHUNK
 from spectune.engines.vllm.follow import Follower, Limits
+from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Sampling
@@ -157,9 +158,10 @@ def test_requests_are_stored_as_they_were_served(door: Door, agent: Agent) -> No
     assert again["requests"] == 0
     agent.write()
     assert door.json("follow", agent.folder, pair="demo", once=True)["requests"] == 1
-    shown = door.json("traces stats", speed=True, by="category")
-    (rows,) = (value for value in shown.values() if isinstance(value, list))
-    assert {row["category"] for row in rows} == {"serve", "tenant-a"}
+    for asked in ({"speed": True, "by": "category"}, {"by": "category"}, {}):
+        shown = door.json("traces stats", **asked)
+        (rows,) = (value for value in shown.values() if isinstance(value, list))
+        assert {row["category"] for row in rows} == {"serve", "tenant-a"}
 
 
 def test_files_that_are_in_are_removed_or_compressed(store: TraceStore, agent: Agent) -> None:
@@ -294,23 +296,31 @@ def test_a_publication_reaches_the_server_and_its_answer_the_database(
     assert used == [p.id for p in (TABLE, AUTOREGRESSIVE, policy("small", 4)) for _ in range(3)]
     nodes = {a.node for a in store.acknowledgements()}
     assert nodes == {f"vllm:{os.uname().nodename}:a1b2c3d4"}
-    # another process says nothing again; a boot with another draft has no publication
+    # another process says nothing again; a boot gets the newest that runs with its draft
     answers = len(store.acknowledgements())
     follower(store, agent, told).once()
     assert len(store.acknowledgements()) == answers
     Agent(agent.folder, "bbbb", draft="medium")
-    other = Follower(store, agent.folder, "vllm", told.append)
-    other.once()
+    Follower(store, agent.folder, "vllm", told.append).once()
+    assert agent.policy()["gammas"] == {"1": 3}
+    # or none, where none is for its models
+    other = Agent(agent.folder, "cccc", draft=None)
+    other.engine["model"] = PAIR.drafts["small"]
+    other.status()
+    Follower(store, agent.folder, "vllm", told.append).once()
     assert agent.policy() == {"format": 1, "version": 0}
+    assert f"version {number} of deployment vllm is not for this server" in told[-1]
 
 
 def test_what_was_published_for_batches_is_written_by_batch(
     store: TraceStore, agent: Agent
 ) -> None:
-    store.put_pair(PAIR.id, PAIR.name, PAIR.to_json())
+    store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
     version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
     follower(store, agent, []).once()
-    assert agent.policy() == {
+    document = agent.policy()
+    assert document.pop("database")["id"] == store.database.id
+    assert document == {
         "format": 1, "version": version, "policy": TABLE.id, "gammas": {"1": 5, "3": 2, "9": 0},
     }  # fmt: skip
     window = {"kind": "by_load", "gamma": {"1": 5}, "contexts": {"4096": {"1": 2, "3": 0}}}
@@ -321,17 +331,160 @@ def test_what_was_published_for_batches_is_written_by_batch(
 
 
 def test_a_policy_that_another_put_there_stays(store: TraceStore, agent: Agent) -> None:
-    """Who measures policies in turns writes the file, too."""
+    """Who measures policies in turns writes the file, too: until it ends, whatever ends it, or
+    something is published."""
+    by_hand = {"format": 1, "version": 4, "policy": "mine", "gammas": {"1": 1}}
+    trial = {"version": -3, "gammas": {"1": 2}, "before": by_hand}
     one = follower(store, agent, [])
+    with FolderLock(agent.folder, "tune", "tuned"):
+        (agent.folder / "policy.json").write_text(json.dumps(trial))
+        agent.status(-3, "trial")
+        agent.write(1, version=-3)
+        one.once()
+        follower(store, agent, []).once()
+        assert agent.policy() == trial
     one.once()
-    (agent.folder / "policy.json").write_text('{"version": -3, "gammas": {"1": 2}}')
-    agent.status(-3, "trial")
-    agent.write(1, version=-3)
-    one.once()
-    assert agent.policy()["version"] == -3
+    assert agent.policy() == by_hand
     assert store.acknowledgements() == ()
     (info,) = store.list_recordings()
     assert {s.policy for r in store.iterate(info.id, steps=True) for s in r.steps} == {"trial"}
+    with FolderLock(agent.folder, "tune", "tuned"):
+        (agent.folder / "policy.json").write_text(json.dumps(trial))
+        version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+        one.once()
+        assert agent.policy()["version"] == version
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_folder_has_one_follower(door: Door, agent: Agent, tmp_path: Path) -> None:
+    """A mistyped database takes nothing out of the server, and is not made."""
+    other, stop = Door(str(tmp_path / "mistyped.db")), threading.Event()
+    with opened(str(door.db)) as store:
+        one = follower(store, agent, told := [])
+        thread = threading.Thread(target=one.run, args=(stop,))
+        thread.start()
+        try:
+            eventually(lambda: one.policy.pair_id)
+            version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+            eventually(lambda: agent.policy().get("version") == version)
+            before = agent.policy()
+            for mistyped in (other, door):
+                line = mistyped.refused("follow", agent.folder, pair="demo", once=True)
+                assert f"{agent.folder} is followed into {told[0].split()[3][:-1]} already" in line
+                assert f"(process {os.getpid()} on " in line
+            assert not Path(str(other.db)).exists()
+        finally:
+            stop.set()
+            thread.join(20)
+    found = other.call("follow", agent.folder, pair="demo", once=True)
+    assert found.exit_code == 0
+    assert f"policy.json holds version {version} of {told[0].split()[3][:-1]}" in found.stderr
+    assert agent.policy() == before
+
+
+def test_what_should_be_in_force_is_put_back(store: TraceStore, agent: Agent) -> None:
+    """And the answer is withdrawn while the server runs something else."""
+    one = follower(store, agent, [])
+    one.once()
+    version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+    one.once()
+    agent.status(version, TABLE.id)
+    one.once()
+    before = agent.policy()
+    for lost in ('{"format": 1, "version": 0}', "{half"):
+        (agent.folder / "policy.json").write_text(lost)
+        one.once()
+        assert agent.policy() == before
+    agent.status(0)
+    one.once()
+    agent.status(version, TABLE.id)
+    one.once()
+    answers = store.acknowledgements(version)
+    assert [a.status for a in answers] == ["applied", "withdrawn", "applied"]
+    assert answers[1].reason == "the server runs its own number of draft tokens"
+    agent.status(version, "of another database")
+    Agent(agent.folder, "bbbb").status(version, "of another database")
+    one.once()
+    assert len(store.acknowledgements(version)) == 3
+
+
+def fixed(draft: str, gamma: int) -> str:
+    return json.dumps({"draft": draft, "window": {"kind": "fixed", "gamma": gamma}})
+
+
+def test_a_publication_is_for_the_servers_that_loaded_its_models(
+    agent: Agent, tmp_path: Path
+) -> None:
+    """Whatever the pair and its drafts are called; and who is not meant is told at once."""
+    door, file = Door(str(tmp_path / "x.db")), tmp_path / "pair.json"
+    drafts = {"tiny": PAIR.drafts["small"], "other": PAIR.drafts["medium"]}
+    file.write_text(json.dumps({"name": "chat", "target": PAIR.target, "drafts": drafts}))
+    door.json("follow", agent.folder, once=True)
+    of = {"pair": file, "device": "cpu", "deployment": "vllm"}
+    told = door.json("policies activate", fixed("tiny", 3), **of)
+    door.json("follow", agent.folder, once=True)
+    assert (agent.policy()["version"], agent.policy()["gammas"]) == (told["version"], {"1": 3})
+    cuda = {**of, "device": "cuda"}
+    backwards = tmp_path / "backwards.json"
+    backwards.write_text(
+        json.dumps({"target": PAIR.drafts["small"], "drafts": {"tiny": PAIR.target}})
+    )
+    for policy_, how, why in (
+        (fixed("other", 3), of, "this server loaded the draft 'tiny', not 'other'"),
+        (fixed("tiny", 7), of, "this server drafts at most 6 tokens, not 7"),
+        (fixed("tiny", 2), cuda, "it runs on cpu, and this is for cuda: say --device cpu"),
+        (fixed("tiny", 2), {**of, "pair": backwards}, "which are not of pair"),
+    ):
+        line = door.refused("policies activate", policy_, **how)
+        assert "no server of deployment vllm can run it: vllm:" in line
+        assert why in line
+    wrong = door.call("policies activate", fixed("tiny", 2), **{**of, "deployment": "vlm"})
+    assert wrong.exit_code == 0
+    said = " ".join(wrong.stdout.split())
+    assert "no server follows deployment vlm; these do: vllm" in said
+    found = door.call("follow", agent.folder, deployment="nobody", once=True)
+    assert "nothing is published in deployment nobody; for this server's models there is: " in (
+        found.stderr
+    )
+    assert f"vllm (version {told['version']})" in found.stderr
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_silent_server_is_told(
+    store: TraceStore, door: Door, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spectune.engines.vllm.follow.REPORT_S", 0.1)
+    told, stop = list[str](), threading.Event()
+    follower(store, agent, told).once()
+    version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+    an_hour_ago = time.time() - 3600
+
+    def state() -> str:
+        (row,) = door.json("policies list", in_force=True)["publications"]
+        (server,) = row["servers"]
+        return f"{server['status']}, {server['silent']}"
+
+    agent.status(version, TABLE.id)
+    follower(store, agent, told).once()
+    assert state() == "applied, "
+    agent.status(version, TABLE.id, at=an_hour_ago)
+    one = follower(store, agent, told)
+    thread = threading.Thread(target=one.run, args=(stop,))
+    thread.start()
+    since = f"silent since {datetime.fromtimestamp(an_hour_ago, UTC):%Y-%m-%d %H:%M}"
+    eventually(lambda: any(f"policy version {version}; server {since}" in line for line in told))
+    assert sum(line.startswith(f"server {agent.boot}: {since}") for line in told) == 1
+    agent.status(-1795825699, "trial")
+    eventually(lambda: told[-1].endswith("a tuning tries others"))
+    stop.set()
+    thread.join(20)
+    assert not [line for line in told if "-1795825699" in line]
+    agent.status(version, TABLE.id, at=an_hour_ago)
+    follower(store, agent, told).once()
+    assert state() == f"applied, server {since} UTC"
+    earlier = replace(store, clock=lambda: datetime.fromtimestamp(an_hour_ago, UTC))
+    follower(earlier, agent, told).once()
+    assert state() == f"applied, not followed {since.partition(' ')[2]} UTC"
 
 
 def test_boots_are_recordings_of_their_own(store: TraceStore, agent: Agent) -> None:

@@ -156,7 +156,7 @@ def test_the_next_round_is_the_new_policys_and_the_text_is_the_same(
 
 
 def publish(store: TraceStore, pair: LoadedPair, policy: Policy, **how: Any) -> int:
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     return put_in_force(store, pair.id, policy, **how)
 
 
@@ -169,7 +169,7 @@ def test_costs_of_another_dtype_or_machine_are_not_used(
     dear = {**mine.terms, "target": mine.terms["pass/near"]}  # verified for what a draft costs
     other = {**mine.environment, "device": "Another Processor"}
     foreign = replace(mine, dtype="bfloat16", terms=dear), replace(mine, environment=other)
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
 
     def told(profile: Any = None) -> tuple[Any, str]:
         publish(store, pair, ANALYTIC)

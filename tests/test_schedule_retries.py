@@ -99,7 +99,7 @@ class Killed(TraceStore):
 def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     store: TraceStore, pair: LoadedPair
 ) -> None:
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
     with pytest.raises(SystemExit, match="gather"):
@@ -113,7 +113,7 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair) -> None:
     """One comparison decodes by one verifier; that there is no other is said."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     drawn = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(9)]
     plain = [a_trajectory(i) for i in range(9, 12)]
     for texts in (drawn, plain):
@@ -132,7 +132,7 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
 def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair) -> None:
     """Of several samplings the most common, whatever its seeds, which is said; a later attempt
     finds it, whatever came since."""
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     hot = [
         a_trajectory(i, sampling=Sampling(0.7, seed=i % 2), verifier="rejection") for i in range(4)
     ]
@@ -162,7 +162,7 @@ def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_damaged_traffic_is_left_out(store: TraceStore, pair: LoadedPair) -> None:
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     texts = [a_trajectory(i) for i in range(4)]
     served = store.create_recording(Asked(pair.id, None, Sampling(), 64))
     store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])

@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, pair: LoadedPair) -> Iterator[TraceStore]:
     with opened(tmp_path_factory.mktemp("shortlists") / "spectune.db") as found:
-        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        found.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         yield found
 
 

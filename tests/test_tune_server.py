@@ -58,14 +58,24 @@ def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path)
         assert answer.status == "applied"
 
 
-def test_ctrl_c_puts_back_what_was_in_force(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
-    """And a publication that `follow` brings in meanwhile stays."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_in_force_is_put_back(
+    door: Door, fake: FakeVllm, pair: LoadedPair, tmp_path: Path, how: signal.Signals
+) -> None:
+    """After Ctrl-C by the tuning; of one that was killed by `follow`, which leaves one that runs
+    alone."""
     policy = {"format": 1, "version": 3, "policy": "by hand", "gammas": {"1": 4, "3": 2}}
     (fake.folder / "policy.json").write_text(json.dumps(policy))
     process = door.start(*tune_words(fake, tmp_path))
     eventually(lambda: fake.version < 0)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    with opened(door.db) as store:
+        follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
+        follower.once()
+        assert json.loads((fake.folder / "policy.json").read_text())["version"] < 0
+        process.send_signal(how)
+        assert process.wait(60) == (130 if how == signal.SIGINT else -how)
+        if how == signal.SIGKILL:
+            follower.once()
     eventually(lambda: fake.version == 3)
     assert json.loads((fake.folder / "policy.json").read_text()) == policy
     assert "Traceback" not in process.communicate()[1]

@@ -41,7 +41,7 @@ DESIGNED = "profile"
 """The source of what ``profile --engine`` served: steps whose costs were sought."""
 NO_TRAFFIC = (DESIGNED, "gathered")
 """Sources of requests that nobody sent: those, and copies of traffic for a tuning."""
-AckStatus = Literal["applied", "refused"]
+AckStatus = Literal["applied", "refused", "withdrawn"]
 _SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
 _TEXT = ("recording_id", "ordinal")
@@ -58,11 +58,13 @@ class Value(MappedAsDataclass, Base):
 
 
 class Pair(Value):
-    """A target and its drafts; ``id`` is the fingerprint of their content."""
+    """A target and its drafts; ``id`` is the fingerprint of their content, ``models`` that of each
+    (:attr:`runtime.pair.PairSpec.models`), empty where nobody said it."""
 
     id: Mapped[Str64] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(index=True)
     document: Mapped[Document]
+    models: Mapped[Document]
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)
 
 
@@ -339,7 +341,8 @@ class Publication(Value):
 
 
 class Acknowledgement(Value):
-    """What one node did with a publication: ``applied``, or ``refused`` with the reason."""
+    """What one node did with a publication: ``applied``, ``refused`` with the reason, or
+    ``withdrawn``: it runs another one although this is in force."""
 
     id: Mapped[int] = mapped_column(primary_key=True, init=False)
     version: Mapped[int] = mapped_column(
@@ -355,11 +358,22 @@ class FollowedServer(Value):
     """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
     (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.
     ``requests`` with a text are in ``recordings`` (ids, by the digest of what each is of), the sums
-    of the others in ``figures``, by category and policy id; ``skipped`` lines were broken."""
+    of the others in ``figures``, by category and policy id; ``skipped`` lines were broken.
+
+    ``place``: its host and folder, where a later boot takes the place of an earlier one; ``node``:
+    its name in acknowledgements; ``models``: what it has loaded
+    (:class:`engines.vllm.servers.Models`). ``heard_at``: when its agent said something last, None
+    of one that ended before it was followed; ``looked_at``: when `follow` looked last."""
 
     boot: Mapped[Str64] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
     engine: Mapped[Document]
+    deployment: Mapped[str] = mapped_column(String(100), index=True)
+    node: Mapped[str]
+    place: Mapped[str]
+    models: Mapped[Document]
+    heard_at: Mapped[datetime | None]
+    looked_at: Mapped[datetime | None]
     file: Mapped[int]
     bytes: Mapped[int] = mapped_column(BigInteger)
     requests: Mapped[int]

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,9 +30,11 @@ from spectune.engines.vllm.folder import (
     read_policy,
     read_status,
     table_of,
+    version_of,
     write_policy,
 )
 from spectune.engines.vllm.follow_policy import served_pair
+from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import ByLoadWindow, FixedWindow, Policy
 from spectune.traces.errors import EngineError, PolicyError
@@ -76,8 +78,9 @@ class RunningServer(Swapping):
         most, seats = status.engine.num_speculative_tokens or 0, status.engine.max_num_seqs
         self.wanted = Wanted(self.draft, most, seats, status.engine.max_len)
         self._before = read_policy(folder)
-        if self._before.get("version", 0) < 0:  # of a tuning that was killed
-            self._before = {"version": 0, **self._texts}
+        if version_of(self._before) < 0:  # of a tuning that was killed
+            self._before = self._before.get("before") or {"version": 0, **self._texts}
+        self._tuning: FolderLock | None = None
         self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
@@ -104,24 +107,30 @@ class RunningServer(Swapping):
 
     def close(self) -> None:
         """Puts back what was in force, unless somebody else has put something there since."""
-        with self._lock:
+        with self._lock, ExitStack() as after:
+            if self._tuning is not None:
+                after.callback(self._tuning.release)
+                self._tuning = None
             if read_policy(self.folder).get("version") != self._version or self._version >= 0:
                 return
             if self._before:
                 write_policy(self.folder, self._before)
             else:
                 (self.folder / "policy.json").unlink(missing_ok=True)
-            self._version = self._before.get("version", 0)
+            self._version = version_of(self._before)
 
     def put_in_force(self, policy: Policy) -> None:
         if self._policies.get(self._version) == policy.id:
             return
         table = table_of(policy, self._described, self.draft)
         with self._lock:
+            if self._tuning is None:
+                self._tuning = FolderLock(self.folder, "tune", f"tuned through {self.url}")
             version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
             # First, so that whatever interrupts the writing is put back.
             self._version, self._policies[version] = version, policy.id
-            write_policy(self.folder, {"version": version, **table, **self._texts})
+            trial = {"version": version, **table, **self._texts, "before": self._before}
+            write_policy(self.folder, trial)
         deadline = time.monotonic() + IN_FORCE_S
         while (status := self.status()).in_force.version != version:
             if status.refused is not None and status.refused.version == version:

@@ -94,7 +94,7 @@ class Refused(_Noted):
 
 class Status(_Noted):
     """``status.json``: which boot of the server writes, what is in force there, what its agent
-    refused, why it failed, and how many requests it dropped."""
+    refused, why it failed, how many requests it dropped, and when it said so."""
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
     engine: Engine
@@ -102,6 +102,7 @@ class Status(_Noted):
     refused: Refused | None = None
     fault: str | None = None
     dropped: int = 0
+    at: Moment = 0.0
 
 
 class Off(_Noted):
@@ -319,6 +320,13 @@ def read_policy(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def version_of(document: Mapping[str, Any]) -> int:
+    """The version that ``policy.json`` names: of a publication, below 0 of a tuning's trial, 0 for
+    the server's own number of draft tokens, or nothing that can be read."""
+    version = document.get("version")
+    return version if type(version) is int else 0
 
 
 def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:

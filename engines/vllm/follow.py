@@ -20,7 +20,8 @@ import zstandard
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.engines.vllm.folder import Engine, Line, parse_line, read_lines, rounds_files
-from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, served_pair
+from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, file_of
+from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.reload import reason_of
 from spectune.traces.errors import SpectuneError, TraceError
@@ -95,7 +96,7 @@ class Follower:
     ) -> None:
         self.store, self.folder, self.limits, self.totals = store, folder, limits, Totals()
         self.policy = PolicyWriter(store, folder, deployment, tell, pair=pair, texts=texts)
-        self._tell, self._named = tell, pair
+        self._tell = tell
         shares = {"all": 1.0, "none": 0.0}
         self._share = 1.0 if texts is None else float(shares.get(str(texts), texts))
         self._boots: dict[str, Boot] = {}
@@ -109,13 +110,25 @@ class Follower:
         return [boot.row for boot in self._boots.values()]
 
     def once(self) -> None:
-        """Does what there is to do. Raises SpectuneError and DatabaseError."""
-        self.policy.look()
-        self.bring_in()
-        self.forget()
+        """Does what there is to do. Raises SpectuneError, also where another follows the folder,
+        and DatabaseError."""
+        with self._lock():
+            self.policy.look()
+            self.bring_in()
+            self.forget()
 
     def run(self, stop: threading.Event) -> None:
-        """Goes on until ``stop``, whatever fails."""
+        """Goes on until ``stop``, whatever fails. Raises TraceError where another follows the
+        folder."""
+        with self._lock():
+            name, deployment = file_of(self.store.database), self.policy.deployment
+            self._tell(f"follows {self.folder} into {name}, deployment {deployment}")
+            self._run(stop)
+
+    def _lock(self) -> FolderLock:
+        return FolderLock(self.folder, "follow", f"followed into {file_of(self.store.database)}")
+
+    def _run(self, stop: threading.Event) -> None:
 
         def look() -> None:
             while not stop.wait(LOOK_S):
@@ -285,12 +298,7 @@ class Follower:
         engine = parse_line(lines[0][0]) if lines else None
         if not isinstance(engine, Engine):
             raise TraceError(f"{path}: its first line does not say how the server serves")
-        spec, draft = served_pair(engine, self._named)
-        row = self.store.followed_server(boot)
-        if row is None:
-            self.store.put_pair(spec.id, spec.name, spec.to_json())
-            row = self.store.follow_server(boot, spec.id, engine.about)
-            self._tell(f"server {boot}: pair {spec.name} ({spec.id}), draft {draft}")
+        row, draft = self.policy.meet(boot, engine)
         return self._boots.setdefault(boot, Boot(row, engine, draft))
 
     def _policy_id(self, version: int) -> str:
@@ -340,12 +348,16 @@ class Follower:
         requests = more["requests"] + more["figures"]
         parts = [f"{requests} requests ({requests / max(seconds, 1e-9):.3g}/s)"]
         parts += [f"{more[name]} {text}" for name, text in WORDS.items() if more[name]]
-        parts.append(f"policy version {self.policy.version}")
+        version = self.policy.version
+        parts.append(f"policy version {version}" if version else "nothing is published")
         if status is None:
             parts.append("no status.json yet")
         else:
-            if status.in_force.version != self.policy.version:
-                parts.append(f"in force at the server: {status.in_force.version}")
+            if silent := self.policy.silent_since:
+                parts.append(f"server silent since {silent}")
+            if (runs := status.in_force.version) != version:
+                own = f"version {runs}" if runs else "its own number of draft tokens"
+                parts.append(f"in force there: {own}" if runs >= 0 else "a tuning tries others")
             parts += [f"{status.dropped} dropped by the agent"] * bool(status.dropped)
             parts += [f"the agent says: {one_line(status.fault, 200)}"] if status.fault else []
         self._tell("; ".join(parts))

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from spectune.db.database import Database
 from spectune.db.errors import NotFoundError
 from spectune.engines.vllm.folder import (
+    FORMAT,
     Engine,
     Status,
     read_policy,
     read_status,
     table_of,
+    version_of,
     write_policy,
 )
+from spectune.engines.vllm.locks import is_locked
+from spectune.engines.vllm.servers import Models, method_of, models_of
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.reload import REASON_LIMIT
 from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import AckStatus
+from spectune.traces.store.publications import Newest
+from spectune.traces.tables import AckStatus, FollowedServer
 from spectune.traces.text import one_line
 
 Texts = str | float | None
 """Whose tokens are noted: ``all``, ``none``, a share; None: as the agent was started."""
+SILENT_S: Final = 30.0
+"""Seconds without a word of the agent, which says one each second, until its server is silent."""
+HEARD_S: Final = 15.0
+"""Seconds between two times that it is stored when the agent was heard."""
 
 
 def served_pair(engine: Engine, named: PairSpec | None) -> tuple[PairSpec, str]:
     """The pair of a server, and the name of what drafts in it: its draft model's, ``ngram``,
     ``none``, or vLLM's name of another method. Raises PairError where ``named`` is of other
     models."""
-    loaded = engine.draft_model if engine.draft_model != engine.model else None
-    method = engine.method or "none"
-    name = "ngram" if method.startswith("ngram") else method
+    name, loaded = method_of(engine)
     if named is None:
-        is_read = method == "draft_model" or method.startswith("eagle")  # by transformers
+        is_read = name == "draft_model" or name.startswith("eagle")  # by transformers
         drafts = {Path(loaded).name: loaded} if loaded is not None and is_read else {}
         document = {"name": Path(engine.model).name, "target": engine.model, "drafts": drafts}
         if not drafts and name not in ("none", "ngram"):
@@ -61,13 +75,22 @@ def is_same(path: str, other: str) -> bool:
     return path == other or identity(path) == identity(other)
 
 
-class PolicyWriter:
-    """Keeps ``policy.json`` at what is published for the server whose agent writes into a folder.
+def file_of(database: Database) -> str:
+    """A database for messages, a file's with its whole path."""
+    is_file = database.dialect == "sqlite"
+    return os.path.abspath(database.name) if is_file else database.name
 
-    The file is written when another publication is in force, at a new boot of the server and at
-    the first look, and not where its content changed: who measures policies in turns may.
-    ``policies``: ids of policies by version, as the agent told them; ``version``: the publication
-    that was answered last, 0 for none; ``pair_id``: of the server, empty before it is seen.
+
+class PolicyWriter:
+    """Keeps ``policy.json`` at what is published for the server whose agent writes into a folder:
+    the newest publication of the deployment, for a pair with the server's models, that the server
+    can run. What another database, or a person, put there stays while there is none.
+
+    A tuning may put trials there (versions below 0) while it holds its lock; what is published
+    meanwhile replaces them. One that was killed is undone.
+
+    ``policies``: ids of policies by version, as the agent told them; ``version``: the newest
+    publication for the server, 0 for none; ``pair_id``: of the server, empty before it is seen.
     ``tell`` gets a line of what changed.
     """
 
@@ -85,65 +108,219 @@ class PolicyWriter:
         self.policies: dict[int, str] = {0: ""}
         self.status: Status | None = None
         self.pair_id, self.version = "", 0
-        self._tell, self._named = tell, pair
-        self._boot, self._draft = "", ""
+        self._tell, self._named, self._meeting = tell, pair, threading.Lock()
+        self._boot, self._node, self._models = "", "", Models("", "", "")
         """Of the server that was seen last."""
-        self._answered: tuple[str, int] | None = None
-        """The boot and the version that were answered last."""
-        self._acknowledged: set[tuple[int, str, str, str]] = set()
+        self._heard_s, self._was_silent = 0.0, ""
+        self._chosen_by: tuple[str, tuple[Newest, ...]] | None = None
+        """The boot and the publications that were chosen from last."""
+        self._table: Mapping[str, Any] | None = None
+        """What ``policy.json`` is to say, None where nothing is published that can run."""
+        self._is_new = False
+        """Whether it was published since the look before."""
+        self._answers: dict[int, tuple[AckStatus, str]] = {}
+        """The last answer of the server's node to a publication."""
+        self._published: dict[int, str | None] = {}
+        """The policy of each publication that was asked for, None of what is none."""
+        self._said = ""
+        """Why nothing is in force by this database, as it was said last."""
+
+    @cached_property
+    def owner(self) -> Mapping[str, str]:
+        """What ``policy.json`` says of the database that it was written from."""
+        database = self.store.database
+        return {"id": database.id, "name": file_of(database)}
 
     def look(self) -> None:
-        """Writes ``policy.json`` where another publication is in force, and stores what the agent
+        """Writes ``policy.json`` where it is not what should be in force, and stores what the agent
         answered. Raises TraceError, PairError and DatabaseError; the next look goes on there."""
         status = self.status = read_status(self.folder)
         if status is None:
             return
         self.policies[status.in_force.version] = status.in_force.policy or ""
         if status.boot != self._boot:
-            spec, self._draft = served_pair(status.engine, self._named)
-            self.store.put_pair(spec.id, spec.name, spec.to_json())
-            self._boot, self.pair_id = status.boot, spec.id
-        version = self.store.active_version(self.pair_id, status.engine.device, self.deployment)
-        if (status.boot, version) != self._answered:
-            self._answer(status.engine, version)
-            self._answered, self.version = (status.boot, version), version
-        if status.in_force.version:
-            self._acknowledge(status.in_force.version, "applied", "")
-        if status.refused is not None and status.refused.version:
-            self._acknowledge(status.refused.version, "refused", status.refused.reason)
+            row, _ = self.meet(status.boot, status.engine)
+            answers = self.store.acknowledgements(node=row.node)
+            self._answers = {a.version: (a.status, a.reason) for a in answers}
+            self._boot, self._node, self.pair_id = status.boot, row.node, row.pair_id
+            self._models, self._heard_s = Models(**row.models), 0.0
+        self._hear(status)
+        newest = self.store.newest_publications(self.deployment)
+        if (status.boot, newest) != self._chosen_by:
+            before, self._chosen_by = self._chosen_by, (status.boot, newest)
+            version, self._table = self._choose(status.engine, newest)
+            self._is_new = before is not None and before[0] == status.boot
+            self._is_new &= version != self.version
+            self.version = version
+        self._keep()
+        self._answer(status, newest)
 
-    def _answer(self, engine: Engine, version: int) -> None:
-        """Puts a publication into ``policy.json``, or refuses it: the last policy stays then."""
-        if not version:
-            if self.texts is not None or read_policy(self.folder).get("version"):
-                self._write({"version": 0})
-            return
-        publication = self.store.active_publication(self.pair_id, engine.device, self.deployment)
-        if publication is None or publication.version != version:
-            return  # a newer one: the next look has it
-        try:
-            policy = parse_policy(publication.document, where=f"publication {version}")
-            table = table_of(policy, engine, self._draft)
-        except PolicyError as error:
-            self._tell(f"publication {version} is refused: {error}")
-            self._acknowledge(version, "refused", str(error))
-            return
-        self._write({"version": version, **table})
-        self._tell(f"publication {version} ({policy.label()}) is in policy.json")
+    def meet(self, boot: str, engine: Engine) -> tuple[FollowedServer, str]:
+        """The row of a boot of the server, stored where it is new, and the name of what drafts in
+        it. Raises PairError and DatabaseError."""
+        with self._meeting:
+            spec, draft = served_pair(engine, self._named)
+            if row := self.store.followed_server(boot):
+                return row, draft
+            self.store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
+            host = socket.gethostname()
+            row = self.store.follow_server(
+                boot,
+                spec.id,
+                engine.about,
+                deployment=self.deployment,
+                node=f"vllm:{host}:{boot[:8]}",
+                place=f"{host}:{self.folder.resolve()}",
+                models=models_of(engine)._asdict(),
+            )
+            self._tell(f"server {boot}: pair {spec.name} ({spec.id}), draft {draft}")
+            return row, draft
 
-    def _write(self, document: dict[str, Any]) -> None:
+    @property
+    def silent_since(self) -> str:
+        """Since when the agent said nothing, for a line; empty where it goes on."""
+        if self.status is None or time.time() < self.status.at + SILENT_S:
+            return ""
+        return f"{datetime.fromtimestamp(self.status.at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    def _hear(self, status: Status) -> None:
+        """Stores from time to time when the agent was heard; says once that it is silent."""
+        if (silent := self.silent_since) != self._was_silent:
+            said = f"silent since {silent}" if silent else "it is heard again"
+            self._tell(f"server {self._boot}: {said}")
+            self._was_silent, self._heard_s = silent, 0.0
+        if time.monotonic() >= self._heard_s:
+            at = datetime.fromtimestamp(status.at, UTC)
+            self.store.hear(self._boot, self.deployment, at)
+            self._heard_s = time.monotonic() + HEARD_S
+
+    def _choose(
+        self, engine: Engine, newest: Sequence[Newest]
+    ) -> tuple[int, Mapping[str, Any] | None]:
+        """The newest publication for the server, and what ``policy.json`` says of the newest that
+        it can run."""
+        drafts = {
+            n.pair_id: draft
+            for n in newest
+            if n.device == engine.device and (draft := self._draft_in(n)) is not None
+        }
+        if not drafts:
+            self._explain(engine, newest)
+            return 0, None
+        published = self.store.list_publications(None, engine.device, self.deployment)
+        published = tuple(p for p in published if p.pair_id in drafts)
+        for publication in published:
+            version = publication.version
+            try:
+                policy = parse_policy(publication.document, where=f"publication {version}")
+                table = table_of(policy, engine, drafts[publication.pair_id])
+            except PolicyError as error:
+                if publication is published[0] and self._answers.get(version) is None:
+                    self._tell(f"publication {version} is refused: {error}")
+                    self._acknowledge(version, "refused", str(error))
+                continue
+            document = {"version": version, **table, "database": self.owner}
+            return published[0].version, json.loads(json.dumps(document))
+        return published[0].version, None
+
+    def _draft_in(self, newest: Newest) -> str | None:
+        """The name of the server's draft in the pair of a publication; None where that is of other
+        models."""
+        return self._models.draft_in(newest.models)
+
+    def _explain(self, engine: Engine, newest: Sequence[Newest]) -> None:
+        """Says once why nothing that is published is for this server."""
+        line = ""
+        if newest:
+            last = max(newest, key=lambda n: n.version)
+            loaded = f"{engine.model} with {engine.draft_model or self._models.method}"
+            line = (
+                f"version {last.version} of deployment {self.deployment} is not for this server, "
+                f"which serves {loaded} on {engine.device}: it is for pair {last.pair_name} "
+                f"({last.pair_id}) on {last.device}"
+            )
+        else:
+            elsewhere = {
+                n.deployment: n.version
+                for n in self.store.newest_publications()
+                if n.device == engine.device and self._draft_in(n) is not None
+            }
+            there = ", ".join(f"{name} (version {n})" for name, n in sorted(elsewhere.items()))
+            if there:
+                line = (
+                    f"nothing is published in deployment {self.deployment}; for this server's "
+                    f"models there is: {there}; --deployment names what is followed"
+                )
+        self._say_once(line)
+
+    def _say_once(self, line: str) -> None:
+        if line and line != self._said:
+            self._tell(line)
+            self._said = line
+
+    def _keep(self) -> None:
+        """Writes ``policy.json`` where it says something else than what should be in force."""
+        found = read_policy(self.folder)
+        base = found
+        if version_of(found) < 0:
+            is_tuned = is_locked(self.folder, "tune")
+            if is_tuned and not (self._is_new and self._table):
+                return
+            base = found.get("before") or {}
+            if not is_tuned:
+                self._tell("a tuning was killed; its trial is taken back")
+        self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
-        write_policy(self.folder, {**document, **texts})
+        version, owner = version_of(base), base.get("database") or {}
+        is_ours = owner.get("id") == self.owner["id"]
+        if self._table is not None:
+            wanted = {**self._table, **texts}
+        elif version > 0 and is_ours:
+            wanted = {"version": 0, **texts}
+        elif base is found and texts.items() <= found.items():
+            wanted = {**found, "format": FORMAT}
+            if version > 0 and owner:
+                held = f"policy.json holds version {version} of {owner.get('name')}, which stays"
+                self._say_once(f"{held}: nothing is published here for this server")
+            return
+        else:
+            wanted = {"version": 0, **base, **texts}
+        if {"format": FORMAT, **wanted} == found:
+            return
+        write_policy(self.folder, wanted)
+        if self._table is not None:
+            over = f", over version {version} of {owner.get('name')}" if owner else ""
+            told = f"publication {wanted['version']} is in policy.json"
+            self._tell(told if is_ours else told + over)
+
+    def _answer(self, status: Status, newest: Sequence[Newest]) -> None:
+        """Stores what the server did with what is published."""
+        now, refused = status.in_force, status.refused
+        is_told = self._answers.get(now.version) == ("applied", "")
+        # A version of another database, or a table written by hand, may have the same number.
+        if now.version > 0 and not is_told and self._policy_id(now.version) == now.policy:
+            self._acknowledge(now.version, "applied", "")
+        if refused is not None and refused.version:
+            self._acknowledge(refused.version, "refused", refused.reason)
+        for version in {n.version for n in newest} if now.version >= 0 else ():
+            if version != now.version and self._answers.get(version) == ("applied", ""):
+                runs = f"version {now.version}" if now.version else "its own number of draft tokens"
+                self._acknowledge(version, "withdrawn", f"the server runs {runs}")
+
+    def _policy_id(self, version: int) -> str | None:
+        if version not in self._published:
+            self._published[version] = self.store.published_policy_id(version)
+        return self._published[version]
 
     def _acknowledge(self, version: int, status: AckStatus, reason: str) -> None:
-        """Stores what a server did with a publication, once; other versions need no answer."""
-        node = f"vllm:{socket.gethostname()}:{self._boot[:8]}"
-        answer = version, node, status, one_line(reason, REASON_LIMIT)
-        if answer in self._acknowledged:
+        """Stores what a server did with a publication, where its last answer was another; other
+        versions need no answer."""
+        answer = status, one_line(reason, REASON_LIMIT)
+        if self._answers.get(version) == answer:
             return
-        stored = self.store.acknowledgements(version)
-        if answer not in [(a.version, a.node, a.status, a.reason) for a in stored]:
+        stored = self.store.acknowledgements(version, self._node)
+        if not stored or (stored[-1].status, stored[-1].reason) != answer:
             with suppress(NotFoundError):
-                self.store.acknowledge(*answer)
+                self.store.acknowledge(version, self._node, *answer)
                 self._tell(f"publication {version} is {status} by the server")
-        self._acknowledged.add(answer)
+        self._answers[version] = answer

@@ -77,7 +77,7 @@ def _head(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> Sto
     pair = load(s, pair_of(s, store, recording or None), talk, notes=False)
     drafts = (s.draft,) if s.kind == "router" and s.draft is not None else ()
     options["corpus"] = s.corpus
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     function = HEADS[s.kind][0]
     stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **options)
     return stored
@@ -92,7 +92,7 @@ def _chooser(store: TraceStore, s: Fit, talk: Talk) -> StoredFit:
         if policy.candidates != (policy,) or policy.id in policies:
             raise PolicyError(f"--policy {name}: give different policies without by_prompt")
         policies[policy.id] = policy
-    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     options: dict[str, Any] = {"profile": s.profile, "progress": talk.progress}
     return fit_recorded(store, recording, pair, tuple(policies.values()), **options)
 

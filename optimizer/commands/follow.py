@@ -27,7 +27,6 @@ def follow(s: Follow, talk: Talk) -> Result:
         if s.once:
             follower.once()
         else:
-            talk.tell(f"follows {folder} into {store.database.name}, deployment {s.deployment}")
             with stop_on_signals(stop := threading.Event()):
                 follower.run(stop)
     rows: list[Row] = [

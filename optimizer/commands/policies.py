@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from spectune.engines.export import engine_line, engine_settings
@@ -18,8 +18,16 @@ from spectune.optimizer.commands.session import (
     pair_of,
     policy_named,
 )
-from spectune.optimizer.deployment import answers_in_words, refusal
+from spectune.optimizer.deployment import refusal
 from spectune.optimizer.inputs import named_policy, published_policy
+from spectune.optimizer.rollback import earlier, origin
+from spectune.optimizer.servers import (
+    Servers,
+    able_servers,
+    answers_in_words,
+    newest_answers,
+    wait_for_answers,
+)
 from spectune.runtime.policies.document import Policy, differences
 from spectune.runtime.policies.plan import prepare
 from spectune.settings import (
@@ -33,7 +41,7 @@ from spectune.settings import (
 from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import in_force
-from spectune.traces.tables import Acknowledgement, Publication
+from spectune.traces.tables import Acknowledgement, FollowedServer, Publication
 
 
 def _lookup(s: Placed, *names: str) -> AbstractContextManager[TraceStore]:
@@ -48,6 +56,7 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
     with open_store(s) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
         until = {row["version"]: row["until"] for row in in_force(store)}
+        servers = Servers.of(store)
         publications = [
             (p, store.acknowledgements(p.version))
             for p in store.list_publications(pair_id, device, s.deployment)
@@ -73,13 +82,13 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
             "until": (end := until[p.version]) and end.isoformat(),
             "actor": p.actor,
             "reason": p.reason,
-            "servers": _servers(answers),
-            "applied": sum(a.status == "applied" for a in answers),
-            "refused": [f"{a.node}: {a.reason}" for a in answers if a.status == "refused"],
+            "servers": (told := _servers(answers, servers)),
+            "applied": sum(a["status"] == "applied" for a in told),
+            "refused": [f"{a['server']}: {a['reason']}" for a in told if a["status"] == "refused"],
         }
         for p, answers in publications
     ]
-    texts = (answers_in_words(answers) for _, answers in publications)
+    texts = (answers_in_words(answers, servers) for _, answers in publications)
     shown = [{**row, "servers": text} for row, text in zip(rows, texts, strict=True)]
     where = ("deployment",) if spec else ("deployment", "pair", "pair_id", "device")
     ends = ("servers",) if s.in_force else ("active", "until", "actor", "servers", "reason")
@@ -89,11 +98,18 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
     return listed("publications", rows, Table(shown, columns, title), **about)
 
 
-def _servers(answers: Iterable[Acknowledgement]) -> list[dict[str, Any]]:
-    """What each server did with a publication, the newest of its answers."""
+def _servers(answers: Iterable[Acknowledgement], servers: Servers) -> list[dict[str, Any]]:
+    """What each server did with a publication, the newest of its answers; ``silent``: since when
+    nothing is known of it."""
     return [
-        {"server": a.node, "status": a.status, "reason": a.reason, "at": a.at.isoformat()}
-        for a in {a.node: a for a in answers}.values()
+        {
+            "server": a.node,
+            "status": a.status,
+            "reason": a.reason,
+            "at": a.at.isoformat(),
+            "silent": servers.silence(a.node),
+        }
+        for a in newest_answers(answers, servers)
     ]
 
 
@@ -156,7 +172,9 @@ def activate(s: PoliciesActivate, talk: Talk) -> Result:
             raise PolicyError(why)
         profile = store.profile_of(spec.id, device=device)
         prepare(policy, spec.draft_names, profile=profile, artifacts=fitted(store, spec.id))
-        store.put_pair(spec.id, spec.name, spec.to_json())
+        there = Servers.of(store).of_deployment(s.deployment)
+        able = able_servers(there, policy, (spec.name, spec.models), device, talk.tell)
+        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
         store.put_policy(policy.id, policy.spelled_out(), policy.label())
         before = store.list_publications(spec.id, device, source)
         tuned = (p.sampling for p in before if p.policy_id == policy.id and p.sampling is not None)
@@ -169,40 +187,62 @@ def activate(s: PoliciesActivate, talk: Talk) -> Result:
             sampling=next(tuned, None),
             reason=s.reason or (f"promoted from {source}" if source else "activated by hand"),
         )
-        return _published(store, publication, "is published")
+        return _published(store, publication, "", able, s.wait)
 
 
-def _published(store: TraceStore, publication: Publication, verb: str) -> Result:
-    answers = store.acknowledgements(publication.version)
+def _published(
+    store: TraceStore,
+    publication: Publication,
+    chain: str,
+    able: Collection[FollowedServer],
+    wait: float | None,
+) -> Result:
+    """Says what was published, and who took it up, with exit code 1 where that was waited for and
+    somebody did not. ``able``: the followed servers that are to."""
+    nodes = {server.node for server in able}
+    version, deployment = publication.version, publication.deployment
+    is_taken = wait is None or wait_for_answers(store, version, nodes, wait)
+    answers, servers = store.acknowledgements(version), Servers.of(store)
+    said = answers_in_words(answers, servers)
+    others = [name for name in servers.deployments() if name != deployment]
+    if not answers and others and deployment not in servers.deployments():
+        said = f"no server follows deployment {deployment}; these do: {', '.join(others)}"
+    elif missing := sorted(nodes - {a.node for a in answers}):
+        said = f"{f'{said}; ' * bool(answers)}not yet applied by {', '.join(missing)}"
     return Result(
-        f"version {publication.version}: {publication.label} {verb} in deployment "
-        f"{publication.deployment}; {answers_in_words(answers)}",
-        {**publication.told(), "servers": _servers(answers)},
+        f"version {version}: {chain}{publication.label} is published in deployment {deployment}; "
+        f"{said}",
+        {**publication.told(), "servers": _servers(answers, servers)},
+        exit_code=0 if is_taken else 1,
     )
 
 
-def _can_return(publication: Publication) -> bool:
-    """Whether it holds a policy, and one that the deployment's engine can run."""
-    try:
-        return not refusal(publication.deployment, published_policy(publication))
-    except PolicyError:
-        return False
-
-
 def rollback(s: PoliciesRollback, talk: Talk) -> Result:
-    pair_id, device = pair_of(s).id, device_of(s.device)
+    spec, device = pair_of(s), device_of(s.device)
+    pair_id = spec.id
     where = f"for pair {pair_id} on {device}"
     with open_store(s) as store:
         publications = store.list_publications(pair_id, device, s.deployment)
-        if s.to is None:
-            others = (p for p in publications[1:] if p.policy_id != publications[0].policy_id)
-            earlier = next(filter(_can_return, others), None)
-        else:
-            earlier = next((p for p in publications if p.version == s.to), None)
-            # What every runtime would refuse is refused here.
-            if earlier and (why := refusal(s.deployment, published_policy(earlier))):
+        there, pair = Servers.of(store).of_deployment(s.deployment), (spec.name, spec.models)
+
+        def able(publication: Publication, tell: Callable[[str], None]) -> list[FollowedServer]:
+            """Raises PolicyError for no policy, and for one that nobody there can run."""
+            policy = published_policy(publication)
+            if why := refusal(s.deployment, policy):
                 raise PolicyError(why)
-        if earlier is None:
+            return able_servers(there, policy, pair, device, tell)
+
+        def can_run(publication: Publication) -> bool:
+            with suppress(PolicyError):
+                able(publication, lambda line: None)
+                return True
+            return False
+
+        if s.to is None:
+            to = earlier(publications, store.acknowledgements, can_run)
+        else:
+            to = next((p for p in publications if p.version == s.to), None)
+        if to is None:
             raise PolicyError(
                 f"deployment {s.deployment} has no earlier policy to go back to {where}; "
                 "`policies activate autoregressive` decodes without a draft"
@@ -210,17 +250,21 @@ def rollback(s: PoliciesRollback, talk: Talk) -> Result:
                 else f"--to {s.to}: deployment {s.deployment} has no such version {where} (see "
                 "`policies list`)"
             )
+        servers = able(to, talk.tell)
+        newest, back = publications[0].version, origin(to)
         publication = store.publish(
             pair_id,
             device,
-            earlier.policy_id,
+            to.policy_id,
             actor="cli",
             deployment=s.deployment,
-            sampling=earlier.sampling,
-            reason=f"rollback of version {publications[0].version} to {earlier.version}",
-            expected=publications[0].version,
+            sampling=to.sampling,
+            evidence={"rollback": {"from": newest, "to": back}},
+            reason=f"rollback of version {newest} to {back}",
+            expected=newest,
         )
-        return _published(store, publication, "is published again")
+        chain = f"version {newest} -> back to version {back}: "
+        return _published(store, publication, chain, servers, s.wait)
 
 
 def export(s: PoliciesExport, talk: Talk) -> Result:

@@ -47,7 +47,7 @@ def _by_data_sheet(s: Profile, device: str, talk: Talk) -> Result:
     with open_store(s, create=True) as store:
         spec = pair_of(s, store, s.recording)
         limits = roofline(spec, device, s.target_shape or spec.target, s.draft_shape)
-        store.put_pair(spec.id, spec.name, spec.to_json())
+        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
         name = store.put_profile(limits)
     places, at = np.array([1.0, 8.0, 64.0, 512.0]), np.zeros(1)
     per_pass = {"target": limits.seconds("target", rows=places, context=at)}
@@ -89,7 +89,7 @@ def _native(s: Profile, talk: Talk) -> Result:
                 trees=s.trees,
                 progress=lambda what, done, total: talk.progress("profile", done, total),
             )
-        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json())
+        store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         name = store.put_profile(measured)
     for what, check in (("policies", measured.check), ("trees", measured.check.get("trees"))):
         if check is not None and not check["accepted"]:

@@ -228,7 +228,7 @@ def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk
         if ran.writer is not None:
             ran.writer.check()
         if s.store:
-            store.put_pair(spec.id, spec.name, spec.to_json())
+            store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
             put_policies(store, [policy for policy, _ in ran.shares.values()])
             store.put_run(
                 spec.id,

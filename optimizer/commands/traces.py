@@ -95,6 +95,11 @@ def stats(s: TracesStats, talk: Talk) -> Result:
             columns: tuple[str, ...] = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
         else:
             rows = query.acceptance(store, filter_of(s), names, executed=s.executed)
+            if not rows and not (s.executed or {"draft", "policy"} & {*(s.by or "").split(",")}):
+                # Served traffic has rounds, and panoramas once `record --resume` has made them.
+                names = [name for name in names if name != "draft"]
+                if rows := query.acceptance(store, filter_of(s), names, executed=True):
+                    talk.tell("no panoramas yet: acceptance over rounds executed (--executed)")
             columns = ("requests", "mean_accepted_length", "by_position")
     shown = [
         {**row, "by_position": " ".join(f"{x:.2f}" for x in row.get("marginal", ())[:10])}

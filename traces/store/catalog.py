@@ -33,9 +33,12 @@ class Catalog(Storage):
     unambiguous beginning of one, or ``latest``, and raises NotFoundError where there is none;
     lists are newest first, of what has the values given, without arrays and trials."""
 
-    def put_pair(self, pair_id: str, name: str, document: Document) -> None:
-        """Stores a pair under its fingerprint; a pair that is there already keeps its document."""
-        self._put(Pair, id=pair_id, name=name, document=dict(document))
+    def put_pair(
+        self, pair_id: str, name: str, document: Document, models: Document | None = None
+    ) -> None:
+        """Stores a pair under its fingerprint, with those of its ``models`` where they are known; a
+        pair that is there already keeps its document."""
+        self._put(Pair, id=pair_id, name=name, document=dict(document), models=dict(models or {}))
 
     def get_pair(self, text: str) -> Pair:
         """Also by name: the newest of it."""

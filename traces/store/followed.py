@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, select, tuple_
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError
@@ -65,13 +65,38 @@ class Followed(Storage):
         with self.database.read() as session:
             return session.get(FollowedServer, boot)
 
-    def follow_server(self, boot: str, pair_id: str, engine: Mapping[str, Any]) -> FollowedServer:
+    def follow_server(
+        self,
+        boot: str,
+        pair_id: str,
+        engine: Mapping[str, Any],
+        *,
+        deployment: str,
+        node: str,
+        place: str,
+        models: Mapping[str, Any],
+    ) -> FollowedServer:
         """The row of a boot, which is stored where there is none yet."""
         values = {"boot": boot, "pair_id": pair_id, "engine": dict(engine), "file": 0, "bytes": 0}
         values |= {"requests": 0, "skipped": 0, "recordings": {}, "figures": {}}
+        values |= {"deployment": deployment, "node": node, "place": place, "models": dict(models)}
         with self.database.write() as session:
             insert_absent(session, FollowedServer, {**values, "created_at": self.clock()})
             return session.get_one(FollowedServer, boot)
+
+    def hear(self, boot: str, deployment: str, heard_at: datetime) -> None:
+        """Stores when the agent of a boot, followed for a deployment, said something last."""
+        f = FollowedServer
+        values = {"deployment": deployment, "heard_at": heard_at, "looked_at": self.clock()}
+        with self.database.write() as session:
+            session.execute(update(f).where(f.boot == boot).values(**values))
+
+    def followed_servers(self) -> tuple[FollowedServer, ...]:
+        """The boots of which an agent was heard, by place, the last one at the end."""
+        f = FollowedServer
+        query = select(f).where(f.heard_at.is_not(None)).order_by(f.place, f.heard_at)
+        with self.database.read() as session:
+            return tuple(session.scalars(query))
 
     def bring_in(
         self, server: FollowedServer, end: Place, arrivals: Arrivals

@@ -4,7 +4,7 @@ node did with its entries."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -14,6 +14,17 @@ from spectune.traces.store.rows import Storage, given, is_stored, require
 from spectune.traces.tables import Acknowledgement, AckStatus, Pair, Publication, StoredPolicy
 
 DEFAULT_DEPLOYMENT: Final = "default"
+
+
+class Newest(NamedTuple):
+    """What is in force in a deployment, for a pair on a device; ``models``: the pair's."""
+
+    version: int
+    deployment: str
+    device: str
+    pair_id: str
+    pair_name: str
+    models: Mapping[str, Any]
 
 
 class Publications(Storage):
@@ -120,6 +131,20 @@ class Publications(Storage):
         with self.database.read() as session:
             return tuple(session.scalars(query))
 
+    def newest_publications(self, deployment: str | None = None) -> tuple[Newest, ...]:
+        """What is in force for each pair and device of a deployment, or of every one, by version:
+        the cheap question of who does not know the pair."""
+        p = Publication
+        newest = select(func.max(p.version)).group_by(p.deployment, p.pair_id, p.device)
+        query = (
+            select(p.version, p.deployment, p.device, p.pair_id, Pair.name, Pair.models)
+            .join(Pair, Pair.id == p.pair_id)
+            .where(p.version.in_(newest.filter_by(**given(deployment=deployment))))
+            .order_by(p.version)
+        )
+        with self.database.read() as session:
+            return tuple(Newest(*row) for row in session.execute(query))
+
     def acknowledge(self, version: int, node: str, status: AckStatus, reason: str = "") -> None:
         """Adds what a node did with a publication. Raises NotFoundError for an unknown one."""
         with self.database.write() as session:
@@ -127,9 +152,11 @@ class Publications(Storage):
                 raise NotFoundError(f"there is no publication {version}")
             session.add(Acknowledgement(version, node, status, reason, self.clock()))
 
-    def acknowledgements(self, version: int | None = None) -> tuple[Acknowledgement, ...]:
-        """Acknowledgements of a publication, or of all, oldest first."""
-        query = select(Acknowledgement).filter_by(**given(version=version))
+    def acknowledgements(
+        self, version: int | None = None, node: str | None = None
+    ) -> tuple[Acknowledgement, ...]:
+        """Acknowledgements of a publication, or of all, by a node, or by all, oldest first."""
+        query = select(Acknowledgement).filter_by(**given(version=version, node=node))
         query = query.order_by(Acknowledgement.id)
         with self.database.read() as session:
             return tuple(session.scalars(query))
