@@ -109,7 +109,7 @@ class PolicyWriter:
         self.status: Status | None = None
         self.pair_id, self.version = "", 0
         self._tell, self._named, self._meeting = tell, pair, threading.Lock()
-        self._boot, self._node, self._models = "", "", Models("", "", "")
+        self._boot, self._node, self._draft, self._models = "", "", "", Models("", "", "")
         """Of the server that was seen last."""
         self._heard_s, self._was_silent = 0.0, ""
         self._chosen_by: tuple[str, tuple[Newest, ...]] | None = None
@@ -120,8 +120,8 @@ class PolicyWriter:
         """Whether it was published since the look before."""
         self._answers: dict[int, tuple[AckStatus, str]] = {}
         """The last answer of the server's node to a publication."""
-        self._published: dict[int, str | None] = {}
-        """The policy of each publication that was asked for, None of what is none."""
+        self._published: dict[int, str] = {}
+        """The policies of the publications that were asked for."""
         self._said = ""
         """Why nothing is in force by this database, as it was said last."""
 
@@ -139,7 +139,7 @@ class PolicyWriter:
             return
         self.policies[status.in_force.version] = status.in_force.policy or ""
         if status.boot != self._boot:
-            row, _ = self.meet(status.boot, status.engine)
+            row, self._draft = self.meet(status.boot, status.engine)
             answers = self.store.acknowledgements(node=row.node)
             self._answers = {a.version: (a.status, a.reason) for a in answers}
             self._boot, self._node, self.pair_id = status.boot, row.node, row.pair_id
@@ -226,6 +226,8 @@ class PolicyWriter:
     def _draft_in(self, newest: Newest) -> str | None:
         """The name of the server's draft in the pair of a publication; None where that is of other
         models."""
+        if newest.pair_id == self.pair_id:
+            return self._draft
         return self._models.draft_in(newest.models)
 
     def _explain(self, engine: Engine, newest: Sequence[Newest]) -> None:
@@ -278,7 +280,6 @@ class PolicyWriter:
         elif version > 0 and is_ours:
             wanted = {"version": 0, **texts}
         elif base is found and texts.items() <= found.items():
-            wanted = {**found, "format": FORMAT}
             if version > 0 and owner:
                 held = f"policy.json holds version {version} of {owner.get('name')}, which stays"
                 self._say_once(f"{held}: nothing is published here for this server")
@@ -308,8 +309,12 @@ class PolicyWriter:
                 self._acknowledge(version, "withdrawn", f"the server runs {runs}")
 
     def _policy_id(self, version: int) -> str | None:
+        """The policy of a publication, None where there is none yet."""
         if version not in self._published:
-            self._published[version] = self.store.published_policy_id(version)
+            policy_id = self.store.published_policy_id(version)
+            if policy_id is None:
+                return None
+            self._published[version] = policy_id
         return self._published[version]
 
     def _acknowledge(self, version: int, status: AckStatus, reason: str) -> None:
