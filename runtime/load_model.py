@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -23,6 +25,11 @@ finer."""
 SAMPLE_TOKENS = 16
 """Tokens on which a loaded model is compared with its own code."""
 READABLE = "give a checkpoint in bfloat16, or of a quantization that transformers reads"
+CACHE_SCALES = re.compile(r".+\.(([qkv]|kv|qkv|prob)_(scale|zero_point)|[kv]_proj\.output_scale)")
+"""Tensors by which engines quantize a cache; a cache in floating point needs none."""
+COMPUTED = re.compile(r"(.+\.)?((self_)?(attn|attention)\.(masked_)?bias|\w*inv_freq|position_ids)")
+"""Causal masks, rotary frequencies and positions, which some checkpoints hold and no training
+changes."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -56,25 +63,66 @@ def load_model(
 
     Raises PairError, in one line, when there is none, it is not a causal LM that runs, its
     configuration is not that of its weights, it needs code of its own, its weights are quantized in
-    a way that nothing reads, or its attention or its logits are not reproduced here."""
+    a way that nothing reads, some of them have no place in the architecture that is named, or its
+    attention or its logits are not reproduced here. ``notes`` of what is returned name weights that
+    are left unused."""
     folder, about = checkpoint(path), f"{name}: {path}"
     weights, options = source(path)
     with translated(f"{name}: cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        caches = _drop_cache_settings(config)
         quantized = _is_quantized(config, about)
         model, report = AutoModelForCausalLM.from_pretrained(
-            weights, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            weights,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
         if missing := sorted(report["missing_keys"]):
             raise PairError(
                 f"{name}: the weights of {path} lack {missing[0]}, which config.json asks for "
                 f"({len(missing)} such tensors)"
             )
+        unused = sorted(key for key in report["unexpected_keys"] if not COMPUTED.fullmatch(key))
+        scales = [key for key in unused if CACHE_SCALES.fullmatch(key)]
+        unused = [key for key in unused if key not in scales]
         if not quantized:
-            _check_unquantized(folder, model, report["unexpected_keys"], about)
+            _check_unquantized(folder, model, unused, about)
+            _check_used(model, unused, about)
         loaded = CausalModel(model.to(device), name)
         _check_reproduced(loaded, path, sample())
+    if unused:
+        loaded.notes += (f"{name} leaves weights unused: {_counted(unused)}",)
+    if scales or caches:
+        left = f" (unused: {_counted(scales)})" if scales else ""
+        kept = str(dtype).removeprefix("torch.")
+        loaded.notes += (f"{name}: its cache is kept in {kept}, not quantized{left}",)
     return loaded
+
+
+def _counted(keys: Sequence[str]) -> str:
+    return f"{len(keys)} tensors, the first {keys[0]}"
+
+
+def _drop_cache_settings(config: Any) -> bool:
+    """Takes from a configuration the quantization of a cache alone, which leaves weights as they
+    are; whether there was one."""
+    dropped = False
+    for part in (config, config.get_text_config()):
+        settings = getattr(part, "quantization_config", None)
+        if not isinstance(settings, dict):
+            continue
+        told = {key for key, value in settings.items() if value}
+        if (
+            settings.get("quant_method") in ("modelopt", "compressed-tensors")
+            and told & {"kv_cache_quant_algo", "kv_cache_scheme"}
+            and not told & {"quant_algo", "config_groups"}
+        ):
+            del part.quantization_config
+            dropped = True
+    return dropped
 
 
 def _is_quantized(config: Any, about: str) -> bool:
@@ -94,7 +142,7 @@ def _is_quantized(config: Any, about: str) -> bool:
     return False
 
 
-def _check_unquantized(folder: Path, model: Any, unexpected: Collection[str], about: str) -> None:
+def _check_unquantized(folder: Path, model: Any, unused: Collection[str], about: str) -> None:
     """Raises PairError where a checkpoint's configuration says of no quantization, and its weights
     are numbers that only scales make weights of, or there are scales for which the model has no
     place. (Pickles do not say how numbers are stored.)"""
@@ -107,7 +155,7 @@ def _check_unquantized(folder: Path, model: Any, unexpected: Collection[str], ab
                 if packed or kind.startswith(("F8", "F6", "F4")):
                     problem = problem or f"stores {key} as {kind}"
     modules = {name for name, _ in model.named_modules()} - {""}
-    for key in sorted(unexpected):
+    for key in unused:
         module, _, last = key.rpartition(".")
         scales = "scale" in last or "zero_point" in last
         if scales and ("weight" in last or module in modules):
@@ -117,6 +165,40 @@ def _check_unquantized(folder: Path, model: Any, unexpected: Collection[str], ab
             f"{about} {problem}: its weights are quantized, and its config.json says no "
             f"quantization_config by which to read them; {READABLE}"
         )
+
+
+def _check_used(model: Any, unused: Iterable[str], about: str) -> None:
+    """Raises PairError where weights that the model has no place for belong to a part that it runs:
+    to an embedding, a layer, a norm or the output head. Others are of layers beyond its last
+    (which predict further tokens) or of parts beside it (a tower of images)."""
+    modules = dict(model.named_modules())
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    around = next(name for name, module in modules.items() if module is decoder)
+    containers = {"", *accumulate(around.split("."), "{}.{}".format)}
+    lost = []
+    for key in unused:
+        named = _place(key, modules)
+        # The names of a checkpoint without output head lack the model's prefix.
+        place = named or _place(f"{model.base_model_prefix}.{key}", modules)
+        deep = key.removeprefix(f"{place}.").count(".") > 1
+        beside = place in containers and (deep or not named)
+        beyond = isinstance(modules[place], nn.ModuleList) and not re.search(r"\.\d", place)
+        if not (beside or beyond):
+            lost.append(key)
+    if lost:
+        kind = type(model).__name__
+        raise PairError(
+            f"{about} has {lost[0]}, for which {kind} has no place ({len(lost)} such tensors): its "
+            "texts would not be those of what was trained; config.json must name the architecture "
+            "that these weights are of, and an adapter must be merged"
+        )
+
+
+def _place(key: str, modules: Collection[str]) -> str:
+    """The innermost of the modules that a tensor's name lies in."""
+    while key and key not in modules:
+        key = key.rpartition(".")[0]
+    return key
 
 
 @torch.no_grad()

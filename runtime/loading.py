@@ -145,7 +145,7 @@ def load_pair(
     tokenizer = read_tokenizer(spec)
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
-    notes = ignored_settings(spec.target)
+    notes = [*target.notes, *ignored_settings(spec.target)]
     for name, path in spec.drafts.items():
         if drafts is not None and name not in drafts:
             continue
@@ -154,6 +154,7 @@ def load_pair(
             notes.append(heads[name].reads())
             continue
         loaded[name] = load_model(path, name=name, device=place, dtype=kind, sample=sample)
+        notes += loaded[name].notes
         notes += _share(loaded[name], target, tokenizer_of(path), tokenizer)
     notes += [
         f"{model.name} runs the code of transformers instead of fused passes: {why}"

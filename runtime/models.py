@@ -206,6 +206,8 @@ class CausalModel(SlotModel):
 
     _last_row: int | None = None
     """The last token that the model has a row for, where its target may have more."""
+    notes: tuple[str, ...] = ()
+    """Lines on what of its checkpoint is left unused."""
 
     def __init__(self, model: Any, name: str) -> None:
         attention.register()
