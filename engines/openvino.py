@@ -30,7 +30,8 @@ from spectune.runtime.checkpoints import identity, translated
 from spectune.runtime.load_model import load_model
 from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.text_codec import end_tokens, tokenizer_of
+from spectune.runtime.text_codec import tokenizer_of
+from spectune.runtime.text_ends import end_tokens
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Finish, Step
 
@@ -54,7 +55,7 @@ class OpenVino(Running):
         self.version, self.wanted = OPENVINO.require(), wanted
         paths = [spec.target, *(path for name, path in spec.drafts.items() if name == wanted.draft)]
         self._models = [str(model_folder(path, self.version)) for path in paths]
-        self._eos = set(end_tokens(spec.target))
+        self._eos = set(end_tokens(spec.target, tokenizer_of(spec.target)))
         self.runs_on = {"device": "cpu", "dtype": "float32"}
         seats, longest = wanted.max_num_seqs, wanted.max_len
         self.serving = {"max_num_seqs": seats, "max_len": longest, "drafts_after": False}

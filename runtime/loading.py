@@ -23,11 +23,11 @@ from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT
 from spectune.runtime.text_codec import (
     TextCodec,
-    end_tokens,
     shared_tokens,
     target_tokenizer,
     tokenizer_of,
 )
+from spectune.runtime.text_ends import end_notes, end_tokens
 from spectune.traces.errors import PairError
 
 
@@ -145,7 +145,7 @@ def load_pair(
     tokenizer = read_tokenizer(spec)
     loaded: dict[str, CausalModel] = {}
     heads: dict[str, EagleHead] = {}
-    notes = [*target.notes, *ignored_settings(spec.target)]
+    notes = [*target.notes, *ignored_settings(spec.target), *end_notes(spec.target, tokenizer)]
     for name, path in spec.drafts.items():
         if drafts is not None and name not in drafts:
             continue

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from spectune.runtime.checkpoints import (
-    CONFIG,
-    GENERATION,
     checkpoint,
     has_tokenizer,
     is_head,
@@ -21,6 +19,7 @@ from spectune.runtime.checkpoints import (
     translated,
 )
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.text_ends import end_tokens
 from spectune.traces.errors import PairError, WorkloadError
 from spectune.traces.schema import Request, message_texts
 
@@ -228,17 +227,6 @@ def positions_of(path: str) -> int | None:
         if lengths and "gemma3" not in str(config.get("model_type")):
             return scaled_positions(min(lengths), rope)
     return min(lengths, default=None)
-
-
-def end_tokens(path: str, tokenizer: Any = None) -> frozenset[int]:
-    """The tokens that end a target's texts: as its generation_config says, else its config, else
-    its ``tokenizer``. Raises PairError where that says no token."""
-    configs = (read_config(checkpoint(path), name) for name in (GENERATION, CONFIG))
-    named = [config.get("eos_token_id") for config in configs]
-    eos = next((ids for ids in named if ids is not None), getattr(tokenizer, "eos_token_id", None))
-    with translated(f"target: eos_token_id of {path}"):
-        several = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return frozenset(int(token) for token in several)
 
 
 def tokenizer_of(path: str) -> Any:

@@ -27,6 +27,7 @@ from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
+from spectune.runtime.text_ends import end_notes
 from spectune.settings import Decoded, Decoding, OnDevice
 from spectune.traces.errors import EngineError, WorkloadError
 from spectune.traces.schema import Workload
@@ -173,7 +174,8 @@ class Served:
         self.policy = policy_named(store, s.policy, spec.id, device, deployment, talk)
         engine.runs(self.policy)
         self.codec = load_codec(spec)
-        for line in ignored_settings(spec.target):
+        ends = end_notes(spec.target, self.codec.tokenizer)
+        for line in (*ignored_settings(spec.target), *ends):
             talk.tell(line)
         drafts = None if every_draft else [self.policy.draft]
         self.workload = fit_to(self.codec, workload, self.options, s, talk, drafts)
