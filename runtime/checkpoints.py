@@ -36,6 +36,8 @@ TEXT_FILES = (
     *("additional_chat_templates/*.jinja", "*.index.json"),
 )
 """What decides a text beside configurations and weights."""
+FIRST_LAYER = "layers.0", "midlayer"
+"""What heads call their first layer."""
 SAMPLES = 4
 """Places in a tensor that are read for a checkpoint's identity, spread over it: its first bytes
 alone may be rows of an embedding that no training touched."""
@@ -260,33 +262,61 @@ def _architectures(config: Mapping[str, Any]) -> str:
 
 def is_head(path: str) -> bool:
     """Whether a checkpoint is an EAGLE head rather than a language model: by its configuration or,
-    as those of EAGLE-1 and 2 look like any Llama's, by its tensors; on a hub by its name."""
-    folder = expanded(path)
-    if not is_local(path):
+    as those of EAGLE-1 and 2 look like any Llama's, by its tensors; of a hub name whose weights are
+    not fetched by that name."""
+    folder = _contents(path)
+    if folder is None:
         return "eagle" in path.lower()
     config = read_config(folder)
     if not config:
         return False
-    if says_eagle3(config) or "eagle" in _architectures(config):
-        return True
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    return any(map(_has_fc, files))
+    named = says_eagle3(config) or "eagle" in _architectures(config)
+    return named or _has_tensor(folder, "fc.weight")
 
 
-def _has_fc(file: Path) -> bool:
-    """Whether a weight file has a tensor ``fc.weight``, which takes two states to one."""
-    with suppress(Exception):  # loading says what is wrong
-        if file.suffix == ".safetensors":
-            with file.open("rb") as opened:
-                return not {"fc.weight", "model.fc.weight"}.isdisjoint(_safetensors_header(opened))
-        with zipfile.ZipFile(file) as archive:
-            inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            pickled = archive.read(inner)
-        return re.search(rb"[\t\x0f]\0\0\0(model\.)?fc\.weight", pickled) is not None
-    return False
+def is_eagle3(folder: Path) -> bool:
+    """Whether the head in a folder is of EAGLE-3: by its configuration, or by a norm that no other
+    kind has."""
+    return says_eagle3(read_config(folder)) or _has_tensor(
+        folder, *(f"{layer}.hidden_norm.weight" for layer in FIRST_LAYER)
+    )
 
 
 def head_algorithm(path: str) -> str:
-    """``eagle3`` or ``eagle``: what engines call a head's algorithm."""
-    named = "eagle3" in path.lower().replace("eagle-3", "eagle3")
-    return "eagle3" if named or says_eagle3(read_config(expanded(path))) else "eagle"
+    """``eagle3`` or ``eagle``: what engines call a head's algorithm. Told by what it holds; of a
+    hub name whose weights are not fetched by that name."""
+    folder = _contents(path)
+    by_name = "eagle3" in path.lower().replace("eagle-3", "eagle3")
+    return "eagle3" if (by_name if folder is None else is_eagle3(folder)) else "eagle"
+
+
+def _contents(path: str) -> Path | None:
+    """The folder of a checkpoint as it lies here, which of a hub name holds weights; None where
+    they are not fetched. Asks no hub."""
+    if is_local(path):
+        return expanded(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(path, CONFIG)
+    folder = Path(file).parent if isinstance(file, str) else None
+    return folder if folder and any(any(folder.glob(kind)) for kind in WEIGHTS) else None
+
+
+def _has_tensor(folder: Path, *names: str) -> bool:
+    """Whether a weight file has a tensor of one of these names, with or without ``model.``."""
+    wanted = {*names, *(f"model.{name}" for name in names)}
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return any(_holds(file, wanted) for file in files)
+
+
+def _holds(file: Path, names: Collection[str]) -> bool:
+    with suppress(Exception):  # loading says what is wrong
+        if file.suffix == ".safetensors":
+            with file.open("rb") as opened:
+                return not _safetensors_header(opened).keys().isdisjoint(names)
+        with zipfile.ZipFile(file) as archive:
+            inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            pickled = archive.read(inner)
+        # A pickled text begins with its length.
+        return any(len(n).to_bytes(4, "little") + n.encode() in pickled for n in names)
+    return False

@@ -23,6 +23,7 @@ from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT
 from spectune.runtime.text_codec import (
     TextCodec,
+    ordinary_tokens,
     shared_tokens,
     target_tokenizer,
     tokenizer_of,
@@ -150,7 +151,14 @@ def load_pair(
         if drafts is not None and name not in drafts:
             continue
         if is_head(path):
-            heads[name] = load_head(path, name=name, target=target, device=place, dtype=kind)
+            heads[name] = load_head(
+                path,
+                name=name,
+                target=target,
+                device=place,
+                dtype=kind,
+                ordinary=ordinary_tokens(tokenizer),
+            )
             notes.append(heads[name].reads())
             continue
         loaded[name] = load_model(path, name=name, device=place, dtype=kind, sample=sample)

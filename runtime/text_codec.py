@@ -266,6 +266,12 @@ def target_tokenizer(spec: PairSpec) -> Any:
     return tokenizer
 
 
+def ordinary_tokens(tokenizer: Any) -> int:
+    """The tokens of a vocabulary without those that were added behind it (reserved, special)."""
+    added = tokenizer.added_tokens_decoder
+    return 1 + max((n for n in tokenizer.get_vocab().values() if n not in added), default=-1)
+
+
 def shared_tokens(name: str, draft: Any, target: Any) -> tuple[frozenset[int] | None, str]:
     """Ids that are the same token to a draft's tokenizer and the target's (None: all are), and a
     line on the others, empty where there are none: tokens that were added to a vocabulary

@@ -40,6 +40,10 @@ FORMS: dict[str, tuple[Mapping[str, Any], list[int], str]] = {
     "up_to_the_last": (nested([4, 6, 8]), [4, 6, 8], "boundaries"),
     "first_and_last": (nested([1, 6, 8]), [1, 6, 8], "boundaries"),
     "others": (nested([1, 4, 7]), [2, 5, 8], "outputs"),
+    "nested_layer_ids": ({"eagle_config": {"layer_ids": [1, 3, 4]}}, [2, 4, 5], "outputs"),
+    "auxiliary": ({"aux_hidden_state_layer_ids": [2, 4, 5]}, [2, 4, 5], "boundaries"),
+    "target_layers": ({"target_layer_ids": [3, 6, 7]}, [4, 7, 8], "outputs"),
+    "counted": ({"target_layer_ids": [1, 3, 4], "num_aux_hidden_states": 3}, [2, 4, 5], "outputs"),
 }
 """A head's configuration, the states that it names of a target of 8 layers, and how."""
 
@@ -56,6 +60,7 @@ def pair_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {name: _head(keys) for name, (keys, _, _) in FORMS.items()}
     heads["last"] = _eagle3_last_state()
     heads["last"].config["eagle_config"]["parallel_draft_step"] = 1
+    heads["last"].config |= {"target_layer_ids": [1, 3, 4], "output_hidden_states": False}
     return pair_with_heads(tmp_path_factory.mktemp("states"), LAYERS, **heads)
 
 
@@ -85,7 +90,7 @@ def test_a_head_drafts_the_same_however_its_states_are_named(pair: LoadedPair) -
     by_states: dict[tuple[int, ...], list[Any]] = {}
     for name, (_, states, _) in FORMS.items():
         by_states.setdefault(tuple(states), []).append(accepted(pair, name))
-    assert [len(found) for found in by_states.values()] == [7, 1, 1, 1]
+    assert [len(found) for found in by_states.values()] == [10, 1, 1, 1, 1]
     assert all(found == [found[0]] * len(found) for found in by_states.values())
 
 
@@ -117,7 +122,7 @@ def test_commands_say_which_states_are_read(pair_file: Path, tmp_path: Path) -> 
         "up_to_the_last reads the target's hidden states 4, 6, 8 (its ids count boundaries "
         "between layers)",
         "last reads the target's last hidden state, after the final norm; ignored of its "
-        "eagle_config: parallel_draft_step",
+        "config.json: eagle_config.parallel_draft_step, target_layer_ids",
     ):
         assert said.splitlines().count(line) == 1, said
     found = door.json(*run)["heads"]
@@ -141,7 +146,8 @@ PROMPTS = ["def add(a, b):", "The quick brown", "Question: Ann has", "for i in r
 WARNINGS = {
     "far": "it is no smaller model of the target's family, or its weights are damaged",
     "head": "it reads other hidden states than it was trained on (eagle_aux_hidden_state_layer_ids "
-    "in its config.json), or was trained for another target",
+    "in its config.json), its tokens are not those of its d2t, or it was trained for another "
+    "target",
 }
 
 

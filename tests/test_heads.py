@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectune.demo.head import Head, Unroller, begin_as_target
+from spectune.engines.export import engine_settings
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.checkpoints import is_head
 from spectune.runtime.drafts.eagle import columns
@@ -26,9 +27,10 @@ from spectune.runtime.drafts.eagle_formats import load_head
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.loading import load_pair
 from spectune.runtime.models import FINAL, CausalModel
-from spectune.runtime.pair import read_pair
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import PairError
-from tests.pairs import make_pair, tiny_model, tokenizer
+from tests.pairs import chain, make_pair, tiny_model, tokenizer
 
 VOCAB, HIDDEN, LAYERS = 300, 48, 7
 TAPS = (2, 3, 4)
@@ -269,8 +271,39 @@ def _eagle3_last_state() -> Case:
     return case
 
 
+def _eagle1_own_output() -> Case:
+    """With an output matrix that is not the target's."""
+    case = _eagle1()
+    case.tensors["lm_head.weight"] = _random(14)(VOCAB, HIDDEN) * 4
+    return case
+
+
+def _eagle3_five_states() -> Case:
+    """Five states, under a name that other trainers use."""
+    case = _eagle3(15, target_layer_ids=[1, 2, 3, 4, 5], num_aux_hidden_states=5)
+    case.tensors["fc.weight"] = _random(16)(HIDDEN, 5 * HIDDEN)
+    case.taps = (2, 3, 4, 5, 6)
+    return case
+
+
+def _eagle3_first_tokens() -> Case:
+    """Of the vocabulary's first tokens, whose offsets are 0."""
+    case = _eagle3(17)
+    case.tensors["d2t"] = torch.zeros_like(case.tensors["d2t"])
+    case.tensors["t2d"] = torch.arange(VOCAB) < 40
+    return case
+
+
+def _eagle3_without_t2d() -> Case:
+    """Which tokens have a row was never noted."""
+    case = _eagle3(18)
+    case.tensors["t2d"] = torch.zeros_like(case.tensors["t2d"])
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "eagle1": _eagle1,
+    "eagle1-own-output": _eagle1_own_output,
     "eagle2-llama3": _eagle2_llama3,
     "eagle3": _eagle3,
     "eagle3-without-lm-head": _eagle3_without_lm_head,
@@ -279,6 +312,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "eagle3-norm-before-fc": _eagle3_norm_before_fc,
     "speculators": _speculators,
     "eagle3-last-state": _eagle3_last_state,
+    "eagle3-five-states": _eagle3_five_states,
+    "eagle3-first-tokens": _eagle3_first_tokens,
+    "eagle3-without-t2d": _eagle3_without_t2d,
 }
 
 
@@ -512,6 +548,43 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "vocabulary": (_set(vocab_size=301), "a vocabulary of 301 tokens, the target one of 300"),
     "rows": (_set(draft_vocab_size=41), "no d2t for its vocabulary of 41 tokens"),
     "d2t": (_put("d2t", torch.full((40,), VOCAB)), "d2t does not map"),
+    "d2t to one token": (_put("d2t", -torch.arange(40)), "d2t does not map the head's 40 tokens"),
+    "d2t never filled": (
+        _put("d2t", torch.zeros(40, dtype=torch.int64)),
+        "its d2t and t2d name different tokens .*, the first is 0, which d2t has, not t2d",
+    ),
+    "d2t of ids": (
+        lambda case: case.tensors.update(
+            d2t=torch.arange(100, 140), t2d=(torch.arange(VOCAB) - 119.5).abs() < 20
+        ),
+        "name different tokens .*; d2t must hold the id of each minus its row",
+    ),
+    "d2t of no rows": (
+        lambda case: (
+            case.config.update(draft_vocab_size=VOCAB),
+            case.tensors.pop("lm_head.weight"),
+            case.tensors.update(
+                d2t=VOCAB - 1 - 2 * torch.arange(VOCAB), t2d=torch.ones(VOCAB, dtype=torch.bool)
+            ),
+        ),
+        "it has a d2t, and no lm_head.weight of its own",
+    ),
+    "too many states named": (
+        _set(target_layer_ids=[1, 2, 3, 4, 5]),
+        "fc.weight takes 3 hidden states .*, and target_layer_ids of config.json names 5",
+    ),
+    "too many states counted": (
+        _set(eagle_config={"num_aux_hidden_states": 5}),
+        r"reads 5 hidden states \(eagle_config.num_aux_hidden_states\), and config.json names none",
+    ),
+    "states unnamed": (
+        _put("fc.weight", torch.ones(HIDDEN, 5 * HIDDEN)),
+        rf"fc.weight takes 5 hidden states .*, and config.json names none \({IDS}\)",
+    ),
+    "states by other names": (
+        _set(target_layer_ids=[1, 2, 3], eagle_config={"layer_ids": [1, 2, 4]}),
+        r"other hidden states twice: eagle_config.layer_ids \[1, 2, 4\] and target_layer_ids \[1, ",
+    ),
     "layers": (_set(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), "target has states 0 to 7"),
     "missing fc": (_without("fc.weight"), 'tensors .*Missing key.*"fc.weight"'),
     "fc of no use": (
@@ -545,10 +618,11 @@ ERRORS: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no sizes": (_set(intermediate_size=None), "tensors .*size mismatch for layers.0.gate_up"),
     "rope": (_set(rope_scaling={"rope_type": "spiral"}), "cannot load .*spiral"),
     "no rotation": (_set(num_attention_heads=16, num_key_value_heads=8, head_dim=3), ""),
-    "words for numbers": (_set(**{IDS: ["low", "middle", "high"]}), "cannot load"),
+    "words for numbers": (_set(**{IDS: ["low", "middle", "high"]}), "a list of ids is expected"),
+    "one number": (_set(eagle_config={IDS: 2}), f"eagle_config.{IDS} of config.json is 2; a list"),
     "other states twice": (
         _set(**{IDS: [2, 3, 5], "eagle_config": {IDS: [2, 3, 4]}}),
-        rf"{IDS} \[2, 3, 5\] and, in eagle_config, \[2, 3, 4\]",
+        rf"eagle_config.{IDS} \[2, 3, 4\] and {IDS} \[2, 3, 5\]",
     ),
 }
 
@@ -622,6 +696,44 @@ def test_language_models_are_no_heads_and_telling_needs_no_torch(
     assert is_head(str(folder))
 
 
+@pytest.mark.parametrize("folder", ["eagle3-experiments/one", "plain/one"])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(_eagle1, "eagle"), (_eagle1_own_output, "eagle"), (_eagle3_without_lm_head, "eagle3")],
+)
+def test_engines_are_told_a_heads_kind_by_what_it_holds(
+    tmp_path: Path, folder: str, make: Callable[[], Case], method: str
+) -> None:
+    """Not by its path; also where the configuration does not say EAGLE-3."""
+    case = make()
+    case.config["architectures"] = ["LlamaForCausalLM"]
+    for case.file in ("bin", "safetensors"):
+        spec = PairSpec(target="t", drafts={"head": str(case.write(tmp_path / case.file / folder))})
+        policy = parse_policy(chain("head", 3))
+        assert engine_settings(policy, spec, "vllm")["method"] == method
+        settings = engine_settings(policy, spec, "sglang")
+        assert settings["speculative_algorithm"] == method.upper()
+
+
+def test_a_name_on_a_hub_tells_a_heads_kind_until_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    spec = PairSpec(target="t", drafts={"head": "some/eagle3-head"})
+    cached = tmp_path / "models--some--eagle3-head"
+
+    def method() -> str:
+        return str(engine_settings(parse_policy(chain("head", 3)), spec, "vllm")["method"])
+
+    assert method() == "eagle3"
+    folder = _eagle1().write(cached / "snapshots" / "0")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0")
+    assert method() == "eagle"
+    (folder / "pytorch_model.bin").unlink()
+    assert method() == "eagle3"
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_taps_are_the_hidden_states_of_any_architecture(kind: str) -> None:
     plain = tiny_model(kind, VOCAB, layers=4, positions=1024)
@@ -687,3 +799,46 @@ def test_a_pair_may_have_heads_beside_language_models(tmp_path: Path) -> None:
     case.write(tmp_path / "head")
     with pytest.raises(PairError, match="head: the head has a vocabulary of 7 tokens"):
         load_pair(spec, device="cpu")
+
+
+def _eagle3_every_token() -> Case:
+    """With an output row for each of the target's tokens, and none of another form."""
+    case = _eagle3(19, "safetensors")
+    case.config["draft_vocab_size"] = VOCAB
+    case.tensors["lm_head.weight"] = _random(20)(VOCAB, HIDDEN) * 4
+    for key in ("d2t", "t2d"):
+        del case.tensors[key]
+    return case
+
+
+WHOLE = [_eagle1, _eagle1_own_output, _eagle3_without_lm_head, _eagle3_every_token]
+
+
+@pytest.mark.parametrize("make", [*WHOLE, _eagle3_vllm])
+def test_a_target_may_have_further_rows(
+    make: Callable[[], Case], tmp_path: Path, plain: Any, target: CausalModel
+) -> None:
+    """Padding, or tokens that were added: a head proposes what it does for the target without them.
+    It must know the others."""
+    case, ids = make(), _ids(20)
+    drafted = _ids(2, 1)
+    wider = tiny_model("llama", VOCAB, hidden=HIDDEN, layers=LAYERS)
+    wider.resize_token_embeddings(VOCAB + 20, mean_resizing=False)
+    padded = CausalModel(wider, "target")
+    padded.taps = target.taps
+    folder = str(case.write(tmp_path))
+    load = partial(load_head, folder, name="head", target=padded, device=CPU, dtype=torch.float32)
+    head = load(ordinary=VOCAB - 4)
+    padded.reserve(len(ids))
+    padded.read(torch.tensor(ids), 0)
+    logits, _ = head_after(head, ids, padded.tapped[:, columns(padded, head)], drafted)
+    _close(logits[:VOCAB], reference(case, plain, ids, drafted)[-1])
+    assert len(logits) == head.vocab_size == VOCAB + 20
+    if "lm_head.weight" in case.tensors:
+        assert logits[VOCAB:].isneginf().all()
+    added = torch.tensor([VOCAB, VOCAB + 19])
+    assert head.embedded(added).shape == (2, HIDDEN)
+    with pytest.raises(PairError, match="a vocabulary of 300 tokens, the target one of 320"):
+        load(ordinary=VOCAB + 1)
+    with pytest.raises(PairError, match="a vocabulary of 300 tokens, the target one of 320"):
+        load()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pairs import chain, make_pair, tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
+from test_heads import _eagle3, pair_with_heads
 from tokenizers import AddedToken
 from torch import nn
 from transformers import (
@@ -307,6 +308,26 @@ def test_a_draft_may_differ_in_added_tokens_and_padding(
         assert [(s.start, s.drafted, s.accepted) for s in replayed] == told
     named = [line for line in pair.notes if "never proposes" in line]
     assert len(named) == (len(target) + len(draft) > 2)
+
+
+def test_a_head_may_lack_padding_and_added_tokens(tmp_path: Path) -> None:
+    """The same rounds as for the target that it was made for; an ordinary token must be there."""
+    file = pair_with_heads(tmp_path, head=_eagle3())
+
+    def rounds() -> list[tuple[int, int, int]]:
+        pair = load_pair(read_pair(str(file)), drafts=["head"])
+        decoder = Decoder(pair, StaticSource(prepare(parse_policy(chain("head", 3)), ["head"])))
+        ids = pair.encode("def add(a, b):")
+        done = decoder.decode(decoder.request(Request("r", "c", "x"), ids, Sampling(), 24))
+        return [(s.start, s.drafted, s.accepted) for s in done.steps]
+
+    before = rounds()
+    with_tokens(tmp_path / "target", 364, "<think>", "</think>")
+    assert rounds() == before
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 299}))
+    with pytest.raises(PairError, match="a vocabulary of 299 tokens, the target one of 364"):
+        rounds()
 
 
 def test_a_renamed_token_is_named_and_an_ordinary_one_refuses(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from trace_values import a_panorama, a_trajectory, a_tree, steps_of
 
-from spectune.traces.acceptance import Survival, compact, keep_probability, step_survival, survival
+from spectune.traces.acceptance import (
+    FirstPosition,
+    Survival,
+    compact,
+    hardly_accepted,
+    keep_probability,
+    step_survival,
+    survival,
+)
 from spectune.traces.schema import OFF_TEXT, PROB_SCALE, Step
 
 
@@ -72,3 +80,18 @@ def test_rounds_of_different_depths_are_counted_together() -> None:
 
 def test_sums_are_stored_short() -> None:
     assert compact([3.0, 0.0, 1 / 3]) == [3, 0, 0.333333]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "positions", "warned"),
+    [(0, 89, False), (0, 90, True), (1, 299, False), (14, 300, True), (15, 300, False)],
+)
+def test_none_of_fewer_tokens_is_enough_to_warn_of_a_draft(
+    accepted: int, positions: int, warned: bool
+) -> None:
+    """Of a head, that its tokens may be named wrongly is said, too; prompt lookup may fail."""
+    found = FirstPosition(accepted / positions, positions)
+    lines = hardly_accepted({"head": found, "ngram": found}, heads=["head"])
+    assert [f"of {positions} first tokens" in x and "its d2t" in x for x in lines] == [
+        True
+    ] * warned

@@ -117,6 +117,9 @@ HARDLY = 0.05
 EAGLE-3 head that is fed other states than its own reaches 0.036, with its own 0.75."""
 ENOUGH = 300
 """Positions on which that is seen."""
+ENOUGH_OF_NONE = 90
+"""Positions on which it is seen where none is accepted: at :data:`HARDLY`, all of so many are
+rejected one time in a hundred."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,13 @@ def hardly_accepted(first: Mapping[str, FirstPosition], heads: Collection[str] =
     to never right."""
     lines = []
     for draft, found in first.items():
-        if draft == "ngram" or found.positions < ENOUGH or found.acceptance >= HARDLY:
+        enough = ENOUGH if found.acceptance else ENOUGH_OF_NONE
+        if draft == "ngram" or found.positions < enough or found.acceptance >= HARDLY:
             continue
         why = (
             "it reads other hidden states than it was trained on "
-            "(eagle_aux_hidden_state_layer_ids in its config.json), or was trained for another "
-            "target"
+            "(eagle_aux_hidden_state_layer_ids in its config.json), its tokens are not those of "
+            "its d2t, or it was trained for another target"
             if draft in heads
             else "it is no smaller model of the target's family, or its weights are damaged"
         )

@@ -23,20 +23,20 @@ from spectune.runtime.checkpoints import (
     CONFIG,
     WEIGHTS,
     checkpoint,
+    is_eagle3,
     read_config,
-    says_eagle3,
     source,
     translated,
     weight_files,
 )
-from spectune.runtime.drafts.eagle_head import Convention, EagleHead, HeadNet, HeadShape
+from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
+from spectune.runtime.drafts.eagle_states import States, check_count, states_of, unread_keys
 from spectune.runtime.models import FINAL, CausalModel
 from spectune.traces.errors import PairError
 
 Config = Mapping[str, Any]
 Tensors = dict[str, Tensor]
 
-STATE_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 FUSES: Final = "use_aux_hidden_state"
 KNOWN_VALUES: Final = {
     "use_last_layernorm": True,
@@ -60,10 +60,17 @@ PARTS: Final = {
 
 
 def load_head(
-    path: str, *, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
+    path: str,
+    *,
+    name: str,
+    target: CausalModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    ordinary: int | None = None,
 ) -> EagleHead:
     """Loads a published EAGLE-1, 2 or 3 checkpoint, a folder or a hub name, to draft for
-    ``target``.
+    ``target``, of whose tokens the first ``ordinary`` are those that a head must know (None: all);
+    others were added, or are rows without a token.
 
     Raises PairError, in one line, when it was made for another target (hidden size, vocabulary,
     layers), is incomplete, or does not run."""
@@ -72,7 +79,7 @@ def load_head(
         if missing:
             snapshot_download(path, revision=missing["revision"], allow_patterns=[*WEIGHTS])
         try:
-            head = _head(folder, name, target, device, dtype)
+            head = _head(folder, name, target, device, dtype, ordinary or target.vocab_size)
         except PairError as error:
             raise PairError(f"{name}: {error}") from None
         # Sizes that fit the tensors and not each other are told here, not in the first request.
@@ -83,16 +90,18 @@ def load_head(
 
 
 def _head(
-    folder: Path, name: str, target: CausalModel, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    name: str,
+    target: CausalModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    ordinary: int,
 ) -> EagleHead:
     document, tensors = read_config(folder), _read_tensors(folder)
     config = _flat(document)
-    eagle3 = says_eagle3(document) or "layers.0.hidden_norm.weight" in tensors
+    eagle3 = is_eagle3(folder)
     fuses = not eagle3 or config.get(FUSES) is not False
-    taps, convention = _taps(config, target.num_layers) if eagle3 and fuses else ((FINAL,), "last")
-    if not eagle3:
-        tensors.pop("lm_head.weight", None)  # a copy of the target's, in some
-    rows = tensors.pop("embed_tokens.weight", None)
+    states = States((FINAL,), "last")
     llama = LlamaConfig(**{key: config[key] for key in SIZES if config.get(key) is not None})
     usual = target.hidden_size if eagle3 and fuses else llama.hidden_size
     if (width := config.get("target_hidden_size") or usual) != target.hidden_size:
@@ -100,14 +109,17 @@ def _head(
             f"the head reads hidden states of width {width}, the target's are "
             f"{target.hidden_size} wide"
         )
-    for vocab in (config.get("vocab_size"), None if rows is None else len(rows)):
-        if vocab not in (None, target.vocab_size):
-            raise PairError(
-                f"the head has a vocabulary of {vocab} tokens, the target one of "
-                f"{target.vocab_size}; a head must be trained for its target"
-            )
-    shape = _shape(config, llama, tensors, len(taps), target, eagle3=eagle3, fuses=fuses)
-    token_ids = _token_ids(tensors, target.vocab_size, shape)
+    if eagle3 and fuses:
+        states = states_of(config, target.num_layers)
+        check_count(config, states, tensors, target.hidden_size)
+    rows = tensors.pop("embed_tokens.weight", None)
+    vocab = _vocab(config, rows, target.vocab_size, ordinary)
+    if not eagle3 and _same(tensors.get("lm_head.weight"), target):
+        del tensors["lm_head.weight"]  # a copy
+    shape = _shape(
+        config, llama, tensors, len(states.taps), target, vocab, eagle3=eagle3, fuses=fuses
+    )
+    token_ids = _token_ids(tensors, target.vocab_size, vocab, shape)
     with torch.device("meta"):
         net = HeadNet(shape).requires_grad_(False)
     try:
@@ -117,20 +129,41 @@ def _head(
         raise PairError(f"its tensors are not those that config.json describes: {lines}") from None
     embed = None
     if rows is not None:
+        if extra := target.vocab_size - len(rows):  # read, as by a draft model, as the last row
+            rows = torch.cat((rows, rows[-1:].expand(extra, -1)))
         weights = rows.to(device=device, dtype=dtype)
-        embed = nn.Embedding(target.vocab_size, rows.shape[1], _weight=weights)
+        embed = nn.Embedding(len(rows), rows.shape[1], _weight=weights)
         embed.requires_grad_(False)
     return EagleHead(
         net.to(device=device, dtype=dtype),
         target,
         name=name,
-        taps=taps,
-        convention=convention,
+        taps=states.taps,
+        convention=states.convention,
         rotary=LlamaRotaryEmbedding(llama),
         token_ids=None if token_ids is None else token_ids.to(device),
         embed=embed,
-        unread=tuple(sorted(set(document.get("eagle_config") or {}) - {STATE_IDS, *SWITCHES})),
+        unread=unread_keys(document, states, SWITCHES),
     )
+
+
+def _vocab(config: Config, rows: Tensor | None, target: int, ordinary: int) -> int:
+    """Tokens that a head knows: all of the target's, or those without some that were added."""
+    sizes = [config.get("vocab_size"), None if rows is None else len(rows)]
+    known = [size for size in sizes if size is not None]
+    for vocab in known:
+        if not min(ordinary, target) <= vocab <= target:
+            raise PairError(
+                f"the head has a vocabulary of {vocab} tokens, the target one of {target}; a head "
+                "must be trained for its target"
+            )
+    return min(known, default=target)
+
+
+def _same(output: Tensor | None, target: CausalModel) -> bool:
+    """Whether an output matrix is the target's."""
+    weight = target.model.get_output_embeddings().weight
+    return output is not None and torch.equal(output.to(weight), weight)
 
 
 def _read_tensors(folder: Path) -> Tensors:
@@ -150,7 +183,7 @@ def _read_tensors(folder: Path) -> Tensors:
                 else torch.load(file, map_location="cpu", weights_only=True)
             )
     named = {re.sub("^midlayer", "layers.0", k.removeprefix("model.")): tensors[k] for k in tensors}
-    unused = re.compile(r"verifier_.*|.*rotary_emb\.inv_freq|t2d")
+    unused = re.compile(r"verifier_.*|.*rotary_emb\.inv_freq")
     return {name: tensor for name, tensor in named.items() if not unused.fullmatch(name)}
 
 
@@ -184,46 +217,22 @@ def _flat(document: Config) -> dict[str, Any]:
     return config
 
 
-def _taps(config: Config, layers: int) -> tuple[tuple[int, ...], Convention]:
-    """The hidden states that an EAGLE-3 head reads, as ``CausalModel.taps`` counts them (state i is
-    what layer i reads), and how its configuration names them.
-
-    Published ids follow two conventions: outputs of layers (state = id + 1; SpecForge, ModelOpt),
-    and boundaries (state = id; vLLM, speculators). Heads read a low layer, by default the output of
-    layer 1, which is state 2; so ids without a 1 are boundaries, and so are those that reach the
-    number of layers, which is the output of no layer. Without ids the states are 2, L/2 and L-3, as
-    in the engines."""
-    listed = (config.get("eagle_config") or {}).get(STATE_IDS), config.get(STATE_IDS)
-    resolved: list[tuple[tuple[int, ...], Convention]] = []
-    for ids in filter(None, listed):
-        outputs = 1 in ids and layers not in ids
-        resolved.append((tuple(i + outputs for i in ids), "outputs" if outputs else "boundaries"))
-    if len({taps for taps, _ in resolved}) > 1:
-        raise PairError(f"{CONFIG} has {STATE_IDS} {listed[1]} and, in eagle_config, {listed[0]}")
-    taps, convention = resolved[0] if resolved else ((2, layers // 2, layers - 3), "default")
-    if not all(0 <= tap <= layers for tap in taps):
-        raise PairError(
-            f"the head reads hidden states {list(taps)}; the target has states 0 to {layers} "
-            f"({STATE_IDS} names them)"
-        )
-    return taps, convention
-
-
 def _shape(
     config: Config,
     llama: LlamaConfig,
     tensors: Tensors,
     num_taps: int,
     target: CausalModel,
+    vocab: int,
     *,
     eagle3: bool,
     fuses: bool,
 ) -> HeadShape:
     """The head's sizes. Raises PairError where it lacks an output matrix and the target's does not
     fit."""
-    draft_vocab = config.get("draft_vocab_size") or target.vocab_size
-    has_output = eagle3 and "lm_head.weight" in tensors
-    fits = (draft_vocab, llama.hidden_size) == (target.vocab_size, target.hidden_size)
+    draft_vocab = config.get("draft_vocab_size") or vocab
+    has_output = "lm_head.weight" in tensors
+    fits = (draft_vocab, llama.hidden_size) == (vocab, target.hidden_size)
     if not (has_output or fits):
         raise PairError("it has no lm_head.weight, and the target's does not fit")
     layers = {int(key.split(".")[1]) + 1 for key in tensors if key.startswith("layers.")}
@@ -253,19 +262,35 @@ def _shape(
     )
 
 
-def _token_ids(tensors: Tensors, vocab: int, shape: HeadShape) -> Tensor | None:
-    """Target ids of the head's tokens, int64 [draft_vocab]; None where they are the same."""
-    rows, offsets = shape.draft_vocab, tensors.pop("d2t", None)
-    if rows is None or (rows == vocab and offsets is None):
-        return None
+def _token_ids(tensors: Tensors, target: int, vocab: int, shape: HeadShape) -> Tensor | None:
+    """The target's ids of the head's output rows, int64 [rows]; None where row i is token i of all
+    the target's. ``d2t`` holds a token's id minus its row, ``t2d`` which tokens have a row."""
+    offsets, has_row = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    rows = vocab if shape.draft_vocab is None else shape.draft_vocab
+    if offsets is None and rows == vocab:
+        offsets = torch.zeros(rows, dtype=torch.int64)
     if offsets is None or offsets.shape != (rows,):
         raise PairError(f"it has no d2t for its vocabulary of {rows} tokens")
     ids = torch.arange(rows) + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != rows:
         raise PairError(
-            f"d2t does not map the head's {rows} tokens to different ones of the target's {vocab}"
+            f"d2t does not map the head's {rows} tokens to different ones of the target's {vocab}; "
+            "it must hold the id of each minus its row"
         )
-    return None if torch.equal(ids, torch.arange(vocab)) else ids
+    # One without any token was never filled; offsets of 0 may be as well.
+    if has_row is not None and (has_row.any() or not offsets.any()):
+        known = has_row.nonzero().flatten().tolist()
+        if differing := sorted({*known} ^ {*ids.tolist()}):
+            where = "t2d has, and d2t does not" if differing[0] in known else "d2t has, not t2d"
+            raise PairError(
+                f"its d2t and t2d name different tokens ({len(differing)} differ, the first is "
+                f"{differing[0]}, which {where}); d2t must hold the id of each minus its row"
+            )
+    if shape.draft_vocab is None:
+        if offsets.any():
+            raise PairError("it has a d2t, and no lm_head.weight of its own to which it belongs")
+        return None
+    return None if torch.equal(ids, torch.arange(target)) else ids
 
 
 def _stacked(tensors: Tensors) -> Tensors:

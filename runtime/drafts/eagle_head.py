@@ -148,7 +148,7 @@ class EagleHead(SlotModel):
 
     ``taps`` are the target's hidden states that it reads (``CausalModel.taps``), ``feature_size``
     their width together, ``convention`` how its configuration names them. ``max_positions`` is the
-    target's, since a head's positions are relative. ``unread`` are keys of its ``eagle_config``
+    target's, since a head's positions are relative. ``unread`` are keys of its configuration
     that nothing here follows."""
 
     first_slot = 1
@@ -194,7 +194,7 @@ class EagleHead(SlotModel):
             "boundaries between layers)",
         }[self.convention]
         ignored = ", ".join(self.unread)
-        return f"{line}; ignored of its eagle_config: {ignored}" if ignored else line
+        return f"{line}; ignored of its config.json: {ignored}" if ignored else line
 
     def _table(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. ``size`` - 1, each [size, head_dim]."""
