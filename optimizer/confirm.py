@@ -167,7 +167,7 @@ def confirm(
 def missed_share(requests: int) -> float:
     """The share of all requests that a slowdown may fall on unseen: with a chance of 5%, none of so
     many requests held out is among them."""
-    return 1.0 - 0.05 ** (1.0 / max(1, requests))
+    return 1.0 - math.pow(0.05, 1.0 / max(1, requests))
 
 
 def left_s(budget_s: float, raced_s: float) -> float:

@@ -117,7 +117,8 @@ class Timings:
         logs = np.log(b / a) - np.log(of_other / of_one)[rows]
         departures = np.abs(logs - np.median(logs))
         deviation = float(np.median(departures)) / NORMAL_QUARTILE
-        return rows[departures > max(FAR * deviation, CLEAR)]
+        far: NDArray[np.intp] = rows[departures > max(FAR * deviation, CLEAR)]
+        return far
 
     def _executed(
         self, policy_id: str, base_id: str
