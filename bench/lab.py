@@ -392,10 +392,10 @@ def halves(
     say(f"recording {len(workload.requests)} requests at temperature {temperature:g}")
     recording = recorded(store, pair, workload, options, drafts, *look)
 
-    def deal(dealt: Sequence[tuple[str, str | None]]) -> list[str]:
+    def deal(dealt: Sequence[tuple[str, int, str | None]]) -> list[str]:
         places: dict[str, int] = {}
         parts = []
-        for category, _ in dealt:
+        for category, *_ in dealt:
             places[category] = places.get(category, -1) + 1
             parts.append("fc"[places[category] % 2])
         return parts

@@ -21,6 +21,7 @@ from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.session import Sessions
+from spectune.traces.conversations import conversations, conversations_of
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import (
     Counts,
@@ -29,6 +30,7 @@ from spectune.traces.schema import (
     RequestOutcome,
     Sampling,
     Step,
+    Tokens,
     Verifier,
     Workload,
 )
@@ -160,10 +162,11 @@ def warm(pair: LoadedPair, encoded: Encoded) -> None:
 
 def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     """What executed requests cost and yielded."""
-    rows = []
-    for d in decoded:
+    rows, numbers = [], conversations_of([d.trajectory for d in decoded]).tolist()
+    for d, n in zip(decoded, numbers, strict=True):
         counts, first_s = counts_of(d.steps, d.seconds), first_token_s(d.steps, d.seconds)
-        rows.append(RequestOutcome(d.trajectory.request_id, d.trajectory.category, counts, first_s))
+        text = d.trajectory
+        rows.append(RequestOutcome(text.request_id, text.category, counts, first_s, n))
     return Outcome(policy, "executed", tuple(rows))
 
 
@@ -237,12 +240,16 @@ class Executor:
 
     def outcome(self, policy_id: str, costs: FloatArray) -> Outcome:
         """What a policy did; a request's seconds are the median of its executions."""
-        rows = []
-        for n, (item, _) in enumerate(self.encoded.items):
+        rows, texts = [], list[Tokens]()
+        for n, (item, request) in enumerate(self.encoded.items):
             executions = [e for e in self._executions[n] if e.policy == policy_id]
             if executions:
                 seconds = float(np.nanmedian(costs[n]))
                 counts = replace(executions[0].counts, seconds=seconds)
                 first_s = float(np.median([e.first_s for e in executions]))
                 rows.append(RequestOutcome(item.id, item.category, counts, first_s))
+                ids = request.prompt_ids, executions[0].tokens
+                texts.append(Tokens(*(np.array(part, np.int32) for part in ids)))
+        numbers = conversations([row.request_id for row in rows], texts).tolist()
+        rows = [replace(row, conversation=n) for row, n in zip(rows, numbers, strict=True)]
         return Outcome(self.policies[policy_id].label(), "executed", tuple(rows))

@@ -19,6 +19,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import TextCodec
+from spectune.traces.conversations import conversations_of
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Outcome, RequestOutcome, Verifier, Workload, latency_json
 from spectune.traces.store import Asked, TraceStore
@@ -165,11 +166,12 @@ def record_on(
 def outcome_on(policy: str, answered: Iterable[Answered]) -> Outcome:
     """What served requests came to. The seconds of a step are shared among its requests, so that
     all together are the engine's own, and tokens per second what it served."""
-    rows = []
-    for done in answered:
+    rows, answers = [], list(answered)
+    numbers = conversations_of([done.trajectory for done in answers]).tolist()
+    for done, n in zip(answers, numbers, strict=True):
         seconds, text = sum(step.round_s / step.batch for step in done.steps), done.trajectory
         counts = counts_of(done.steps, seconds)
-        rows.append(RequestOutcome(text.request_id, text.category, counts))
+        rows.append(RequestOutcome(text.request_id, text.category, counts, conversation=n))
     return Outcome(policy, "executed", tuple(sorted(rows, key=lambda row: row.request_id)))
 
 

@@ -1,4 +1,5 @@
-"""Which requests are fitted to, searched on, raced on and confirmed on: each in one part only."""
+"""Which requests are fitted to, searched on, raced on and confirmed on: each in one part only, and
+all turns of a conversation in the same."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
 
 SPLIT = "scfrscfrsc"
-"""Where a category's requests go in turn, and again from the beginning: to search, confirm, fit or
-race."""
+"""Where a category's conversations go in turn, and again from the beginning: to search, confirm,
+fit or race."""
 
 
 class Parts(NamedTuple):
@@ -24,37 +25,46 @@ class Parts(NamedTuple):
     confirm: list[int]
 
 
-def deal(requests: Sequence[tuple[str, str | None]]) -> list[str]:
-    """The part of each request, a letter of :data:`SPLIT`, by its category and the part that it has
-    already, which stays.
+def deal(requests: Sequence[tuple[str, int, str | None]]) -> list[str]:
+    """The part of each request, a letter of :data:`SPLIT`, by its category, its conversation
+    (:func:`traces.conversations.conversations`) and the part that it has already, which stays.
 
-    A category's requests are dealt out in turn, so that a prefix of a workload is dealt like all of
-    it; each category begins one place later than the one before, so that categories of a request or
-    two fill every part.
+    Conversations are dealt whole: one of which a request has a part goes there, the others are
+    dealt out in turn by the category of their first request, so that a prefix of a workload is
+    dealt like all of it. Each category begins one place later than the one before, so that
+    categories of a conversation or two fill every part.
     """
     place: dict[str, int] = {}
-    for category, part in requests:
+    category_of: dict[int, str] = {}
+    part_of: dict[int, str] = {}
+    for category, conversation, part in requests:
         place.setdefault(category, len(place))
-        place[category] += part is not None
-    parts = []
-    for category, part in requests:
-        if part is None:
-            part = SPLIT[place[category] % len(SPLIT)]
+        category_of.setdefault(conversation, category)
+        if part is not None:
+            part_of.setdefault(conversation, part)
+    for conversation in part_of:
+        place[category_of[conversation]] += 1
+    for conversation, category in category_of.items():
+        if conversation not in part_of:
+            part_of[conversation] = SPLIT[place[category] % len(SPLIT)]
             place[category] += 1
-        parts.append(part)
-    return parts
+    return [part or part_of[conversation] for _, conversation, part in requests]
 
 
-def split(categories: Sequence[str]) -> Parts:
-    """The parts of a workload that is not recorded yet, by the category of each request."""
-    return _numbered(enumerate(deal([(category, None) for category in categories])))
+def split(categories: Sequence[str], of: Sequence[int] | None = None) -> Parts:
+    """The parts of a workload that is not recorded yet, by the category of each request and the
+    number ``of`` its conversation (None: each is one of its own)."""
+    numbers = range(len(categories)) if of is None else of
+    rows = [(category, n, None) for category, n in zip(categories, numbers, strict=True)]
+    return _numbered(enumerate(deal(rows)))
 
 
 def recorded_parts(store: TraceStore, recording: str, ordinals: Sequence[int]) -> Parts:
     """The parts of some of a recording's requests, by their place in ``ordinals``.
 
     Each request is dealt once, damaged ones included, and its part is stored with it: who cannot
-    read one has the others in the same parts as who can, and what is recorded later moves none."""
+    read one has the others in the same parts as who can, and what is recorded later moves none. A
+    later turn goes where its conversation is."""
     parts = store.request_parts(recording, deal)
     return _numbered((i, parts[n]) for i, n in enumerate(ordinals) if n in parts)
 

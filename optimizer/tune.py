@@ -22,7 +22,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import in_force, published_policy
-from spectune.optimizer.parts import Parts, mixed, recorded_parts
+from spectune.optimizer.parts import Parts, mixed, recorded_parts, split
 from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
 from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
@@ -55,6 +55,7 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.acceptance import hardly_accepted
+from spectune.traces.conversations import conversations
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Workload
@@ -135,7 +136,9 @@ def tune(
     PolicyError or TraceError when nothing can be searched, raced or confirmed, and what
     ``settings.guard`` raises.
     """
-    tell_power(settings, [r.category for r in workload.requests])
+    requests = workload.requests
+    categories, of = [r.category for r in requests], conversations([r.id for r in requests])
+    tell_power(settings, categories, split(categories, of.tolist()))
     slot = (settings.idempotency_key or "") if settings.fresh else ""
     began = clock()
     info = record(
@@ -192,9 +195,7 @@ def as_recorded(settings: TuneOptions, recording: str, text: Trajectory) -> Tune
     return replace(settings, options=how)
 
 
-def tell_power(
-    settings: TuneOptions, categories: Sequence[str], parts: Parts | None = None
-) -> None:
+def tell_power(settings: TuneOptions, categories: Sequence[str], parts: Parts) -> None:
     """Tells, before any work, what a confirmation on so many requests can show. Raises TraceError
     for too few requests."""
     settings.tell(check_sample_size(categories, publish=settings.publish, parts=parts))

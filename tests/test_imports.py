@@ -31,7 +31,7 @@ FACTS = {
     *("traces.schema", "traces.cost_table", "traces.latency"),
     *("traces.errors", "traces.blobs", "traces.tables", "traces.files", "traces.text"),
     *("traces.workloads", "traces.workload_files", "traces.sanity", "traces.recording"),
-    "traces.acceptance",
+    *("traces.acceptance", "traces.conversations"),
 }
 """The side of ``traces`` that opens no database."""
 

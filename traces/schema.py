@@ -290,12 +290,14 @@ class Counts:
 @dataclass(frozen=True)
 class RequestOutcome:
     """What one request cost and yielded under one policy. ``first_s``: seconds from its beginning
-    to the end of its first round, 0 where that was not measured."""
+    to the end of its first round, 0 where that was not measured. ``conversation``: the number of
+    its conversation (:mod:`traces.conversations`); None: it has one of its own."""
 
     request_id: str
     category: str
     counts: Counts
     first_s: float = 0.0
+    conversation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -323,8 +325,12 @@ class Outcome:
 
     def tokens_per_s_interval(self) -> tuple[float, float]:
         """Interval (:func:`ratio_interval`) of total tokens/s. (0, 0) for an unpriced outcome,
-        and of a single request."""
-        counts = [r.counts for r in self.per_request]
+        and of a single conversation."""
+        sums: dict[int, Counts] = {}
+        for n, r in enumerate(self.per_request, 1):
+            key = -n if r.conversation is None else r.conversation
+            sums[key] = sums.get(key, Counts()) + r.counts
+        counts = sums.values()
         return ratio_interval([c.emitted_tokens for c in counts], [c.seconds for c in counts])
 
     def latency(self) -> dict[str, Any] | None:
@@ -341,7 +347,10 @@ class Outcome:
     def stored(self) -> dict[str, Any]:
         """The outcome per request, JSON-ready, with its totals for SQL; :meth:`from_stored` is the
         inverse."""
-        rows = [[r.request_id, r.category, r.first_s, *astuple(r.counts)] for r in self.per_request]
+        rows = [
+            [r.request_id, r.category, r.first_s, r.conversation, *astuple(r.counts)]
+            for r in self.per_request
+        ]
         total = self.total.to_json()
         return {"policy": self.policy, "kind": self.kind, "total": total, "per_request": rows}
 
@@ -349,8 +358,8 @@ class Outcome:
     def from_stored(cls, document: Mapping[str, Any]) -> Outcome:
         """Rebuilds an outcome from :meth:`stored`."""
         per_request = tuple(
-            RequestOutcome(name, category, Counts(*counts), first_s)
-            for name, category, first_s, *counts in document["per_request"]
+            RequestOutcome(name, category, Counts(*counts), first_s, conversation)
+            for name, category, first_s, conversation, *counts in document["per_request"]
         )
         return cls(document["policy"], document["kind"], per_request)
 
@@ -369,8 +378,8 @@ class Outcome:
 
 
 def ratio_interval(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[float, float]:
-    """Bootstrap interval (95%, of 1000 resamples of the requests) of sum(above) / sum(below), given
-    by request. (0, 0) of a single request, and where nothing is below."""
+    """Bootstrap interval (95%, of 1000 resamples of the conversations) of sum(above) / sum(below),
+    given by conversation. (0, 0) of a single one, and where nothing is below."""
     tops, bottoms = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     if len(tops) < 2 or bottoms.sum() <= 0:
         return (0.0, 0.0)

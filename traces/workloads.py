@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
+from spectune.traces.conversations import turn_id
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Request, Workload
 from spectune.traces.text import NAME_LIMIT, shortened
@@ -188,9 +189,10 @@ def parse_row(
     data: Any, where: str, *, turns: Turns | None = None, name: str = ""
 ) -> tuple[list[Request], list[str]]:
     """The requests of one row, and the keys of it that nothing reads; ``name`` is its id where it
-    has none. Of several turns the first is the prompt, or with ``turns`` all each is one (``ID``,
-    ``ID/1``, ...). A conversation is one prompt: its messages up to the user's last one, or first
-    one; with ``turns`` all up to each of them. Raises WorkloadError."""
+    has none. Each prompt of a list is one (``ID``, ``ID/1``, ...). Of several turns the first is
+    the prompt, or with ``turns`` all each is one (:func:`turn_id`). A conversation is one prompt:
+    its messages up to the user's last one, or first one; with ``turns`` all up to each of them.
+    Raises WorkloadError."""
     if isinstance(data, WorkloadError):
         raise data
     if not isinstance(data, dict):
@@ -227,7 +229,9 @@ def parse_row(
         max_new_tokens=row.max_tokens,
         stop=tuple(filter(None, row.stop)),
     )
-    ids = [f"{request.id}/{n}" if n else request.id for n in range(len(prompts))]
+    ids = [turn_id(request.id, n + 1) for n in range(len(prompts))]
+    if row.prompt:  # each on its own
+        ids = [f"{request.id}/{n}" if n else request.id for n in range(len(prompts))]
     requests = [replace(request, id=i, **prompt) for i, prompt in zip(ids, prompts, strict=True)]
     return requests, [*unread, *(row.model_extra or ())]
 
@@ -274,9 +278,9 @@ def make_workload(
     turns: Turns | None = None,
     bad_rows: BadRows = "few",
 ) -> Workload:
-    """A workload from lines, with notes on what was left out, called otherwise or not read. An id
-    that was used before gets a number, ``ID#2``. Raises WorkloadError where there is no request, or
-    more lines than ``bad_rows`` allows make none."""
+    """A workload from lines, with notes on what was left out, called otherwise or not read. A row
+    whose id was used before gets a number, ``ID#2``. Raises WorkloadError where there is no
+    request, or more lines than ``bad_rows`` allows make none."""
     requests: dict[str, Request] = {}
     bad: list[str] = []
     ignored: Counter[str] = Counter()
@@ -291,12 +295,13 @@ def make_workload(
             bad.append(str(problem))
             continue
         ignored.update(unread)
-        for request in made:
-            free, n = request.id, 1
-            while free in requests:
-                free, n = f"{request.id}#{n + 1}", n + 1
-            again += n > 1
-            requests[free] = replace(request, id=free, source=line.source)
+        first, n = made[0].id, 1
+        ids = {request.id: request for request in made}
+        while not requests.keys().isdisjoint(ids):  # all of a row get the number
+            n += 1
+            ids = {f"{first}#{n}{request.id.removeprefix(first)}": request for request in made}
+        again += len(made) * (n > 1)
+        requests |= {i: replace(of, id=i, source=line.source) for i, of in ids.items()}
     notes = left_out(bad, rows, "rows", bad_rows)
     if not requests:
         raise WorkloadError(f"{name}: the workload is empty (no request in it)")

@@ -14,6 +14,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import FloatArray
@@ -72,6 +75,10 @@ class Bench(Protocol):
 
     def units(self, part: PartName) -> int:
         """How many units a part has."""
+
+    def groups(self, part: PartName) -> npt.NDArray[np.int64]:
+        """The number of the conversation that each unit of a part is of, int64 [units]: units of
+        one are no independent samples."""
 
     def predict(self, policy: Policy, part: PartName) -> Prediction:
         """What to expect of a policy. Raises PolicyError or TraceError where nothing can be

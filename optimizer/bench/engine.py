@@ -26,6 +26,7 @@ from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.texts import ComparedTexts
 from spectune.runtime.policies.document import FixedWindow, Policy
+from spectune.traces.conversations import Index
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError
 from spectune.traces.recording import RecordedRequest
@@ -48,7 +49,7 @@ class EngineBench:
     """What an engine recorded, by which policies are simulated under ``loads``: its ``rules``, what
     its steps cost, its texts, from their second token on, and their ``parts``. Each load serves
     ``count`` requests, or as many as arrive, from the first text again where there are fewer; of a
-    unit some of them (:meth:`unit_load`).
+    unit some of them (:meth:`unit_load`). ``ordinals``: of the trace's texts, in the recording.
     ``unserved``: drafts of the pair with which no step was recorded. ``start`` returns a server for
     what is wanted; without it policies are only predicted. ``loaded``: the draft of the one server
     that there is (``none``: none); None: a server is started for each draft."""
@@ -62,6 +63,7 @@ class EngineBench:
     loads: Mapping[str, Load]
     objective: Objective
     count: int
+    ordinals: Sequence[int] = ()
     unserved: tuple[str, ...] = ()
     start: Callable[[Wanted], Running] | None = None
     loaded: str | None = None
@@ -92,12 +94,23 @@ class EngineBench:
             raise PolicyError(f"the server has loaded {self.loaded!r}, not {policy.draft!r}")
 
     def texts(self, part: PartName, unit: int) -> list[int]:
-        """The numbers of a unit's texts. Those searched on are one unit."""
-        numbers = list(getattr(self.parts, part))
-        return numbers if part == "search" else numbers[unit :: self.units(part)]
+        """The numbers of a unit's texts, whole conversations. Those searched on are one unit."""
+        numbers, units = self._places(part), self.units(part)
+        return [text for text, place in numbers.items() if place % units == unit]
 
     def units(self, part: PartName) -> int:
-        return 1 if part == "search" else min(UNITS, len(getattr(self.parts, part)))
+        return 1 if part == "search" else min(UNITS, len(set(self._places(part).values())))
+
+    def groups(self, part: PartName) -> Index:
+        """Each unit is one of its own, as it has conversations of its own."""
+        return np.arange(self.units(part))
+
+    def _places(self, part: PartName) -> dict[int, int]:
+        """The number of each text of a part, and of its conversation among those of the part."""
+        numbers: list[int] = list(getattr(self.parts, part))
+        of = self.trace.conversations[numbers].tolist()
+        places = {conversation: place for place, conversation in enumerate(dict.fromkeys(of))}
+        return {text: places[conversation] for text, conversation in zip(numbers, of, strict=True)}
 
     @cached_property
     def recorded(self) -> list[Trajectory]:
@@ -394,7 +407,8 @@ def engine_bench(
     loads = loads_of(arrivals, requests, count, limit, unit=unit, tell=tell)
     drafts = store.get_pair(info.pair_id).document.get("drafts", {})
     unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
-    return EngineBench(info, engine, rules, costs, trace, parts, loads, objective, count, unserved)
+    about = info, engine, rules, costs, trace, parts, loads, objective
+    return EngineBench(*about, count, opened.ordinals, unserved)
 
 
 def constant(draft: str, gamma: int) -> Policy:

@@ -15,6 +15,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
+from spectune.traces.conversations import Index
 from spectune.traces.tables import LatencyProfile
 
 
@@ -46,6 +47,10 @@ class NativeBench:
 
     def units(self, part: PartName) -> int:
         return len(getattr(self.parts, part))
+
+    def groups(self, part: PartName) -> Index:
+        numbers: Index = self.trace.conversations[getattr(self.parts, part)]
+        return numbers
 
     def predict(self, policy: Policy, part: PartName) -> Prediction:
         """``result`` is the :class:`optimizer.simulate.replay_trace.Replay`."""

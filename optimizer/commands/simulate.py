@@ -61,7 +61,7 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         _tell_seconds(info, profile, talk)
         if s.per_round:
             pairs = zip(replayed.names, replayed.steps(), strict=True)
-            write_rows(s.per_round, (r for (q, _), steps in pairs for r in rounds_of(q, steps)))
+            write_rows(s.per_round, (r for (q, *_), steps in pairs for r in rounds_of(q, steps)))
         outcome = replayed.outcome()
         data = outcome_json(outcome, policy)
         if replayed.chosen:

@@ -3,9 +3,9 @@ recording, and what it is worth on the rest of it.
 
 Replay gives the seconds of every candidate for every recorded request, so that equation 5's least
 squares predict what decides: the logarithm of a candidate's seconds over those of the fastest
-single one. A ridge chosen by leave-one-out cross-validation keeps to that one where prompts tell
-nothing. The requests of the search, which nothing is fitted to, tell whether choosing gains
-anything.
+single one. A ridge chosen by cross-validation, which leaves out one conversation at a time, keeps
+to that one where prompts tell nothing. The requests of the search, which nothing is fitted to, tell
+whether choosing gains anything.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.compose import ColumnTransformer
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import RidgeCV
-from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
 from spectune.optimizer.artifacts import fitted
@@ -38,6 +37,7 @@ from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts
 from spectune.runtime.policies.by_prompt import Chooser, prompt_key
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
+from spectune.traces.conversations import Index, summed
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
@@ -111,10 +111,12 @@ def fit_chooser(
     stores it with ``about``. ``StoredFit.policy`` chooses where the gain is beyond noise, else
     it is the fastest single candidate. Raises TraceError for too few requests or policies, and for
     trees beyond the recording unless ``approximate``."""
-    requests = len(parts.fit) + len(parts.search)
+    of = trace.conversations
+    requests = len(np.unique(of[[*parts.fit, *parts.search]]))
     if requests < LEAST_REQUESTS or len(candidates) < 2:
+        turns = " (turns of a conversation count as one)" if len(np.unique(of)) < len(of) else ""
         raise TraceError(
-            f"{requests} requests and {len(candidates)} policies are too few to tell "
+            f"{requests} requests{turns} and {len(candidates)} policies are too few to tell "
             f"whether choosing gains anything; it takes {LEAST_REQUESTS} and 2"
         )
     find = artifacts or fitted(store, pair.id)
@@ -127,11 +129,13 @@ def fit_chooser(
     candidates, seconds = [candidates[k] for k in order], seconds[:, order]
     labels, prompts = [p.label() for p in candidates], _read_prompts(pair, trace, progress)
     ratios = np.log(seconds[parts.fit] / seconds[parts.fit, :1])
-    chooser = _linear(_pipeline().fit(prompts[parts.fit], ratios), prompts)
+    columns = _columns().fit(prompts[parts.fit])
+    ridge = fit_ridge(columns.transform(prompts[parts.fit]), ratios, of[parts.fit])
+    chooser = _linear(columns, ridge, prompts)
 
     def worth_on(requests: Sequence[int]) -> dict[str, Any]:
         picks = [chooser.choose_recorded(ids) for ids in prompts[requests, 2]]
-        return worth(seconds[requests], np.array(picks, dtype=np.int64), labels)
+        return worth(seconds[requests], np.array(picks, dtype=np.int64), labels, of[requests])
 
     judged, rest = worth_on(parts.search), [*parts.race, *parts.confirm]
     low = judged["interval"][0]
@@ -171,14 +175,15 @@ def _read_prompts(pair: LoadedPair, trace: ReplayTrace, progress: Progress) -> P
 
 
 def worth(
-    seconds: FloatArray, picks: npt.NDArray[np.int64], labels: Sequence[str]
+    seconds: FloatArray, picks: Index, labels: Sequence[str], conversations: Index
 ) -> dict[str, Any]:
     """What choosing the candidates ``picks`` [n] is worth where they take ``seconds`` [n, K],
     JSON-ready: ``gain``, the speed over the first candidate's, less 1, with its 95% ``interval``
-    over requests; ``oracle_gain``, that of the fastest for each request; ``chosen``, how often by
-    label."""
+    over ``conversations`` [n]; ``oracle_gain``, that of the fastest for each request; ``chosen``,
+    how often by label."""
     chosen = seconds[np.arange(len(picks)), picks]
-    both = Timings({"chosen": chosen[:, None], "first": seconds[:, :1]})
+    columns = {"chosen": chosen[:, None], "first": seconds[:, :1]}
+    both = Timings({name: summed(column, conversations) for name, column in columns.items()})
     ratio, *interval = both.ratio("chosen", "first")
     return {
         "requests": len(picks),
@@ -190,18 +195,43 @@ def worth(
     }
 
 
-def _pipeline() -> Pipeline:
-    """From :data:`Prompts` to a column for each candidate."""
-    columns = [
+def _columns() -> ColumnTransformer:
+    """From :data:`Prompts` to what is regressed on."""
+    return ColumnTransformer([
         ("numbers", StandardScaler(), [0, 1]),
         ("terms", TfidfVectorizer(analyzer=list, max_features=MAX_TERMS), 2),
-    ]
-    return make_pipeline(ColumnTransformer(columns), RidgeCV(RIDGES, alpha_per_target=True))
+    ])  # fmt: skip
 
 
-def _linear(pipeline: Pipeline, prompts: Prompts) -> Chooser:
-    """A fitted pipeline as plain arrays, with the perplexities of the recorded prompts."""
-    columns, ridge = pipeline[0].named_transformers_, pipeline[-1]
+def fit_ridge(x: Any, y: FloatArray, conversations: Index) -> Ridge:
+    """A ridge regression of ``y`` [n, K] on ``x`` [n, d], which may be sparse, fitted to all: of
+    each column the one of :data:`RIDGES` whose squared error is least where ``conversations`` [n]
+    are left out one at a time, as turns of one tell of each other.
+
+    What is predicted without a group of rows follows from the fit to all: its errors there are
+    (I - H)^-1 times those of that fit, H the group's block of the matrix that maps y to its fit.
+    """
+    n, groups = len(y), [np.flatnonzero(conversations == c) for c in np.unique(conversations)]
+    if len(groups) < 2:
+        return Ridge(RIDGES[-1]).fit(x, y)
+    gram = np.asarray((x @ x.T).todense() if hasattr(x, "todense") else x @ x.T, dtype=np.float64)
+    centre = np.eye(n) - 1 / n
+    values, vectors = np.linalg.eigh(centre @ gram @ centre)
+    errors = []
+    for ridge in RIDGES:
+        kept = np.maximum(values, 0) / (np.maximum(values, 0) + ridge)
+        rest = y - y.mean(0) - vectors @ (kept[:, None] * (vectors.T @ y))
+        left_out = [
+            np.linalg.solve(np.eye(len(g)) - 1 / n - (vectors[g] * kept) @ vectors[g].T, rest[g])
+            for g in groups
+        ]
+        errors.append((np.concatenate(left_out) ** 2).sum(0))
+    return Ridge(np.array(RIDGES)[np.argmin(errors, axis=0)]).fit(x, y)
+
+
+def _linear(fitted: ColumnTransformer, ridge: Ridge, prompts: Prompts) -> Chooser:
+    """A fitted regression as plain arrays, with the perplexities of the recorded prompts."""
+    columns = fitted.named_transformers_
     numbers, tfidf = columns["numbers"], columns["terms"]
     weights = np.asarray(ridge.coef_.T, dtype=np.float64).copy()
     weights[:2] /= numbers.scale_[:, None]

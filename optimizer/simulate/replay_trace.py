@@ -42,6 +42,7 @@ from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.stops import CompiledStop
 from spectune.runtime.policies.windows import WindowState
 from spectune.runtime.trees.grow import TreeRule
+from spectune.traces.conversations import conversations_of
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Counts, Outcome, RequestOutcome, Step
 from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
@@ -103,8 +104,9 @@ class ReplayTrace:
     drafts that copy, whatever the window, to what each request's starts would, uint8 [2,
     positions]: how many tokens there are to copy, and how many of them the text goes on with.
     ``past`` tokens may be drafted beyond those that were asked for. A draft under a shortlist goes
-    by :attr:`Policy.recorded_draft`, and the draft itself is there as well. Raises TraceError where
-    panoramas do not match.
+    by :attr:`Policy.recorded_draft`, and the draft itself is there as well. ``conversations``: the
+    number of each trajectory's (:func:`conversations_of`). Raises TraceError where panoramas do not
+    match.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class ReplayTrace:
         past: int = 0,
     ) -> None:
         self.trajectories = tuple(trajectories)
-        self._names = tuple((t.request_id, t.category) for t in trajectories)
+        self.conversations = conversations_of(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
         self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
@@ -153,9 +155,10 @@ class ReplayTrace:
         return tuple(self.trajectories[r].request_id for r in self.order)
 
     @property
-    def names(self) -> tuple[tuple[str, str], ...]:
-        """Ids and categories of the requests replayed, in order."""
-        return tuple(self._names[r] for r in self.order)
+    def names(self) -> tuple[tuple[str, str, int], ...]:
+        """Ids, categories and numbers of the conversations of the requests replayed, in order."""
+        texts, of = self.trajectories, self.conversations.tolist()
+        return tuple((texts[r].request_id, texts[r].category, of[r]) for r in self.order)
 
     @property
     def texts(self) -> Texts:
@@ -339,18 +342,18 @@ class ReplayTrace:
 class Replay:
     """What a policy did on a trace, per request in replayed order.
 
-    ``names``: ids and categories of the requests. ``counts`` int64 [requests, 6] (rounds, emitted,
-    accepted, drafted, draft steps, verified), ``seconds`` float64 [requests] (0 without a profile).
-    ``state`` is the window's as it was left, a learned Q-table included. ``missed``: the plain
-    policies that decoded, and how many rounds of each read distributions that were not recorded (0
-    unless approximate). ``rounds`` int32 [rounds, 10]
+    ``names``: ids, categories and conversations of the requests. ``counts`` int64 [requests, 6]
+    (rounds, emitted, accepted, drafted, draft steps, verified), ``seconds`` float64 [requests] (0
+    without a profile). ``state`` is the window's as it was left, a learned Q-table included.
+    ``missed``: the plain policies that decoded, and how many rounds of each read distributions that
+    were not recorded (0 unless approximate). ``rounds`` int32 [rounds, 10]
     (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
     verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
     of a choice by prompt. ``lacks_text``: what was not recorded may hold tokens of the text.
     """
 
     policy: Policy
-    names: tuple[tuple[str, str], ...]
+    names: tuple[tuple[str, str, int], ...]
     counts: npt.NDArray[np.int64]
     seconds: FloatArray
     state: WindowState
@@ -374,7 +377,8 @@ class Replay:
         """The schema's value, per request; ``policy`` is the policy's label."""
         rows = zip(self.names, self.counts, self.seconds.tolist(), strict=True)
         per_request = tuple(
-            RequestOutcome(name, category, _counts(1, c, s)) for (name, category), c, s in rows
+            RequestOutcome(name, category, _counts(1, c, s), conversation=of)
+            for (name, category, of), c, s in rows
         )
         return Outcome(self.policy.label(), "replayed", per_request)
 

@@ -10,6 +10,7 @@ from scipy.special import stdtrit
 from sqlalchemy import func, or_, select
 
 from spectune.db import NotFoundError
+from spectune.traces.conversations import conversations, summed
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import EVERYTHING, SUMS, TraceFilter, conditions_of, rates
@@ -23,9 +24,10 @@ def compare(
     """Two recordings, runs or policies (ids, beginnings of one, or a policy's label), on the
     requests that both decoded, by request id: how many there are, the sums of each side (``rows``),
     and how many times as fast ``left`` is in tokens/s (``ratio``), with a 95% interval: Student's,
-    of the logarithm of the ratio of sums, linearised; None of fewer than two requests.
+    of the logarithm of the ratio of sums, linearised; None of fewer than two samples.
 
-    A request weighs alike on both sides: with the fewer of the tokens that each decoded of it.
+    Turns of a conversation, by their ids, are one sample. A request weighs alike on both sides:
+    with the fewer of the tokens that each decoded of it.
     Raises NotFoundError where a side decoded nothing, TraceError where they share no request.
     """
     sides = [_decoded(store, name, only) for name in (left, right)]
@@ -44,11 +46,12 @@ def compare(
     emitted, seconds = both[:, :, 3], both[:, :, 4]
     took = emitted.min(0) * seconds / emitted  # [2, requests]
     ratio, interval = float(took[1].sum() / took[0].sum()), None
-    if (n := len(shared)) > 1:
+    took = summed(took.T, conversations(shared)).T
+    if (n := took.shape[1]) > 1:
         one, other = took / took.mean(1, keepdims=True)
         error = (one - other).std(ddof=1) / np.sqrt(n) * stdtrit(n - 1, 0.975)
         interval = [float(ratio * np.exp(-error)), float(ratio * np.exp(error))]
-    return {"requests": n, "ratio": ratio, "interval": interval, "rows": rows}
+    return {"requests": len(shared), "ratio": ratio, "interval": interval, "rows": rows}
 
 
 def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[float]]:

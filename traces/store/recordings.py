@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, undefer
 from spectune.db import CorruptedChunkError, NotFoundError
 from spectune.traces.acceptance import compact, keep_probability, step_survival, survival
 from spectune.traces.blobs import Damaged
+from spectune.traces.conversations import conversations
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.schema import SHORTLIST_MARK, Extent, Sampling, Step, Verifier
@@ -25,8 +26,9 @@ from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorklo
 BATCH = 64
 """Requests read per query when iterating."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
-Deal = Callable[[Sequence[tuple[str, str | None]]], Sequence[str]]
-"""Gives requests parts, by the category of each and the part that it has already."""
+Deal = Callable[[Sequence[tuple[str, int, str | None]]], Sequence[str]]
+"""Gives requests parts, by the category of each, the number of its conversation and the part that
+it has already."""
 
 
 class Recorded(NamedTuple):
@@ -151,29 +153,32 @@ class Recordings(Storage):
 
     def request_parts(self, recording: str, deal: Deal) -> dict[int, str]:
         """The part of every request by ordinal, in order; of damaged ones too. Those that have none
-        yet are given the parts that ``deal`` returns for (category, part or None) of all, in one
-        transaction. Takes the recording as :meth:`get_recording` does."""
+        yet are given the parts that ``deal`` returns for all, in one transaction. Takes the
+        recording as :meth:`get_recording` does."""
         t = Trajectory
         name = self.resolve_recording(recording)
-        query = select(t.ordinal, t.category, t.part).where(t.recording_id == name)
-        query = query.order_by(t.ordinal)
+        dealt = select(t.ordinal, t.part).where(t.recording_id == name).order_by(t.ordinal)
         with self.database.read() as session:
-            rows = session.execute(query).all()
-        if any(part is None for _, _, part in rows):
-            with self.database.write() as session:
-                _locked(session, name)
-                rows = session.execute(query).all()
-                parts = deal([(category, part) for _, category, part in rows])
-                dealt = {row.ordinal: part for row, part in zip(rows, parts, strict=True)}
-                new = [
-                    {"recording_id": name, "ordinal": row.ordinal, "part": dealt[row.ordinal]}
-                    for row in rows
-                    if row.part is None
-                ]
-                if new:
-                    session.execute(update(t), new)
-                return dealt
-        return {ordinal: part for ordinal, _, part in rows if part is not None}
+            stored = session.execute(dealt).all()
+        parts = {ordinal: part for ordinal, part in stored if part is not None}
+        if len(parts) == len(stored):
+            return parts
+        whole = dealt.with_only_columns(t.ordinal, t.category, t.part, t.request_id, t.tokens)
+        with self.database.write() as session:
+            _locked(session, name)
+            rows = session.execute(whole).all()
+            texts = [None if isinstance(row.tokens, Damaged) else row.tokens for row in rows]
+            numbers = conversations([row.request_id for row in rows], texts).tolist()
+            of = [(row.category, n, row.part) for row, n in zip(rows, numbers, strict=True)]
+            parts = {row.ordinal: part for row, part in zip(rows, deal(of), strict=True)}
+            new = [
+                {"recording_id": name, "ordinal": row.ordinal, "part": parts[row.ordinal]}
+                for row in rows
+                if row.part is None
+            ]
+            if new:
+                session.execute(update(t), new)
+        return parts
 
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
