@@ -23,6 +23,8 @@ from spectune.optimizer.record import PanoramaSpec, put_policies, record, record
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.timings import finite
+from spectune.optimizer.worth import Worth, independent, judge, speedup
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
@@ -30,6 +32,8 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Poli
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.profiling.fit import fit_profile, shapes_of, table_over
 from spectune.runtime.progress import Progress
+from spectune.traces.conversations import Index, summed
+from spectune.traces.cost_table import FloatArray
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.schema import Workload, ratio_interval
 from spectune.traces.store import TraceStore
@@ -71,19 +75,26 @@ class Turns:
 @dataclass(frozen=True)
 class Check:
     """What a check found on ``texts``: ``rows``, of each draft and length of a fixed window what is
-    accepted and gained. Seconds: ``token_s`` of a token without a draft (0: not measured),
-    ``round_s`` of a round, ``decode_s`` of a token that was decoded, ``read_s`` of one that every
-    draft read. ``slope``: what a further token of a target's pass takes, as a part of a pass over
-    one (None: not measured)."""
+    accepted and gained; ``worth``, of those whose speed was measured (None: of none). Seconds:
+    ``token_s`` of a token without a draft (0: not measured), ``round_s`` of a round, ``decode_s``
+    of a token that was decoded, ``read_s`` of one that every draft read. ``slope``: what a further
+    token of a target's pass takes, as a part of a pass over one (None: not measured)."""
 
     recording: str
     texts: Sequence[Trajectory]
     rows: Sequence[Mapping[str, Any]]
+    worth: Worth | None
     token_s: float
     round_s: float
     decode_s: float
     read_s: float
     slope: float | None
+
+    @property
+    def advised(self) -> Mapping[str, Any] | None:
+        """The row that :attr:`worth` is of."""
+        measured = [row for row in self.rows if row["speedup"]]
+        return None if self.worth is None else measured[self.worth.chosen]
 
     @property
     def tokens(self) -> int:
@@ -143,11 +154,11 @@ def check_pair(
     read = texts[: request.ordinal + 1]
     read_s = (clock() - reading) / _tokens(read)
     profile = _profile(pair, texts)
-    rows, token_s = _replayed(store, recording, drafts, gamma_max, profile)
+    rows, worth, token_s = _replayed(store, recording, drafts, gamma_max, profile)
     round_s = float(np.mean([step.round_s for r in texts for step in r.steps]))
     seconds = token_s, round_s, decode_s, read_s
     slope = None if profile is None else _slope(profile, gamma_max)
-    return Check(recording, [r.trajectory for r in read], rows, *seconds, slope)
+    return Check(recording, [r.trajectory for r in read], rows, worth, *seconds, slope)
 
 
 def _slope(profile: LatencyProfile, gamma_max: int) -> float:
@@ -202,16 +213,20 @@ def _replayed(
     drafts: Sequence[str],
     gamma_max: int,
     profile: LatencyProfile | None,
-) -> tuple[list[dict[str, Any]], float]:
-    """A row per draft and length of its window; and the seconds of a token without a draft."""
+) -> tuple[list[dict[str, Any]], Worth | None, float]:
+    """A row per draft and length of its window, what those are worth that are priced, and the
+    seconds of a token without a draft."""
     trace = open_trace(store, recording, drafts=drafts).trace
-    off = run_replay(trace, AUTOREGRESSIVE, profile)
+    off, of = run_replay(trace, AUTOREGRESSIVE, profile), independent(trace.trajectories)
+    priced_s: list[FloatArray] = []
     by_draft = {r["draft"]: r for r in acceptance(store, TraceFilter(recordings=(recording,)))}
     rows = []
     for draft in drafts:
         priced = profile if profile is not None and draft in profile.drafts else None
         for k in range(1, gamma_max + 1):
             replay = run_replay(trace, _fixed(draft, k), priced, per_round=True)
+            priced_s += [replay.seconds] if replay.total.seconds else []
+            counts = summed(replay.counts, of)
             rows.append(
                 {
                     "draft": draft,
@@ -219,14 +234,15 @@ def _replayed(
                     "conditional": by_draft[draft]["conditional"][k - 1],
                     "cumulative": by_draft[draft]["marginal"][k - 1],
                     "tau": replay.total.mean_accepted_length,
-                    "tau_interval": ratio_interval(replay.counts[:, 1], replay.counts[:, 0]),
-                    **_gain(off, replay),
+                    "tau_interval": ratio_interval(counts[:, 1], counts[:, 0]),
+                    **_gain(off, replay, of),
                 }
             )
-    return rows, off.total.seconds / off.total.emitted_tokens
+    worth = judge(off.seconds, priced_s, of) if priced_s else None
+    return rows, worth, off.total.seconds / off.total.emitted_tokens
 
 
-def _gain(off: Replay, replay: Replay) -> dict[str, Any]:
+def _gain(off: Replay, replay: Replay, conversations: Index) -> dict[str, Any]:
     """What a draft gains. Decoding takes S seconds without it, s a token, and S' with it, of which
     its n steps take D: a step costs D/n, and gains where it costs less than (S - (S' - D))/n; both
     are given as parts of s. None: not measured, or steps of prompt lookup, which cost nothing."""
@@ -236,11 +252,12 @@ def _gain(off: Replay, replay: Replay) -> dict[str, Any]:
     spare_s = without.seconds - (total.seconds - draft_s)
     steps_s = total.draft_steps * without.seconds / without.emitted_tokens
     has_cost = total.seconds > 0 and steps_s > 0 and replay.policy.draft != "ngram"
+    gain = speedup(off.seconds, replay.seconds, conversations) if total.seconds else None
     return {
         "draft_step": draft_s / steps_s if has_cost else None,
         "break_even": spare_s / steps_s if has_cost else None,
-        "speedup": without.seconds / total.seconds if total.seconds else None,
-        "speedup_interval": ratio_interval(off.seconds, replay.seconds),
+        "speedup": gain and gain[0],
+        "speedup_interval": gain and tuple(finite(gain[1:])),
     }
 
 

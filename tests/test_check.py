@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from doors import Door, parsed, write_workload
-from pairs import chain, tiny_model
+import torch
+from doors import Door, parsed, write_lines, write_workload
+from pairs import chain, tiny_model, tokenizer
+from transformers import AutoModelForCausalLM
 
 from spectune.optimizer.map_cells import nearest_cell
+from spectune.optimizer.worth import Worth, judge
 
 SHORT = {"limit": 4, "gamma_max": 3, "max_new_tokens": 20}
 UNHURRIED = "10m"
@@ -38,8 +42,10 @@ def test_its_acceptance_is_a_recordings(door: Door, tmp_path: Path) -> None:
         assert row["tau_interval"][0] <= row["tau"] <= row["tau_interval"][1]
     assert checked["prompts"] == 4
     assert checked["tokens"] == replayed["emitted_tokens"]
-    best = max((r for r in checked["lengths"] if r["speedup"]), key=lambda row: row["speedup"])
-    (first,) = (r for r in checked["lengths"] if (r["draft"], r["K"]) == (best["draft"], 1))
+    draft = checked["worth"]["draft"]
+    of_draft = {r["K"]: r for r in checked["lengths"] if r["draft"] == draft}
+    best, first = of_draft[checked["worth"]["K"]], of_draft[1]
+    assert checked["advice"].startswith("Not shown to be worth it by 4 prompts (a gain of 10% is")
     kind = {"small": "model", "medium": "model"}.get(best["draft"], best["draft"])
     costs = best["draft_step"] or 0.0, checked["slope"]
     cell = nearest_cell(kind, 0.0, first["conditional"], *costs)
@@ -60,8 +66,13 @@ def test_a_draft_gains_below_its_break_even_cost(door: Door, tiny_pair: Path) ->
         assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
         if row["draft"] != "ngram":
             assert (row["speedup"] > 1) == (row["draft_step"] < row["break_even"])
-    best = max(rows, key=lambda row: row["speedup"])
-    assert f"{best['draft']} at K={best['K']}" in checked["advice"]
+    worth, low = checked["worth"], checked["worth"]["interval"][0]
+    assert f"{worth['draft']} at K={worth['K']}" in checked["advice"]
+    assert worth["conversations"] == 4  # of 6, which two chose
+    chance = f"{100 * worth['chance_of_10_percent']:.0f}%"
+    words = f"by 6 prompts (a gain of 10% is seen with a chance of {chance})"
+    assert words in checked["advice"]
+    assert (worth["shown"] is True) == checked["advice"].startswith("Worth") == (low > 1)
     # Two layers of two heads of 12 + 12 float32.
     memory = {row.pop("model"): row for row in checked["memory"]}
     assert memory["good"]["cache_bytes_per_token"] == 2 * 2 * 24 * 4
@@ -78,7 +89,8 @@ def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -
     work = write_workload(Path("work.jsonl"), 6)
     checked = Door("typed.db").json("check", tiny_pair, work, **options)
     assert (checked["prompts"], checked["tokens"]) == (1, 12)
-    assert checked["advice"].startswith("Open")
+    assert checked["advice"].startswith("Not shown to be worth it by 1 prompt (a gain of 10% is")
+    assert checked["worth"] is None or checked["worth"]["chance_of_10_percent"] == 0
     (recording,) = Door("typed.db").json("traces list")["recordings"]
     assert (recording["pair_id"], recording["n_requests"]) == (checked["pair"], 1)
     printed = door.call("check", tiny_pair, work, **options)
@@ -94,3 +106,66 @@ def test_what_is_no_draft_of_the_target_is_refused(door: Door, tiny_pair: Path) 
     assert "missing" in door.refused("check", target, draft="missing")
     assert "no pair is named" in door.refused("check")
     assert "is a pair, which names its drafts" in door.refused("check", tiny_pair, draft="near")
+
+
+def test_texts_that_any_draft_guesses_show_nothing(door: Door, tiny_pair: Path) -> None:
+    """A target that says one token for ever, and prompts that are all the same: the verdict says
+    why it is not sure."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_pair.parent / "target")
+    with torch.no_grad():
+        embedded, head = (layer.weight for layer in (target.get_input_embeddings(), target.lm_head))
+        embedded.copy_(embedded[5].expand_as(embedded))
+        head[0] = 0.0  # never <eos>
+    target.save_pretrained("cyclic")
+    tokenizer().save_pretrained("cyclic")
+    cyclic = door.json(
+        "check", "cyclic", write_workload(Path("work.jsonl"), 6), **SHORT | {"limit": 6},
+        draft="cyclic", budget=UNHURRIED,
+    )  # fmt: skip
+    assert "6 of 6 texts end in a cycle that repeats itself" in cyclic["advice"]
+    write_lines("same.jsonl", [{"prompt": "Say it."}] * 6)
+    same = door.json("check", tiny_pair, "same.jsonl", **SHORT | {"limit": 6}, budget=UNHURRIED)
+    assert "5 of 6 prompts are the same as an earlier one" in same["advice"]
+    assert same["worth"]["conversations"] == 1
+    for checked in (cyclic, same):
+        assert checked["advice"].startswith("Not shown to be worth it by 6 prompts (a gain of 10%")
+        assert checked["worth"]["shown"] is None
+
+
+CASES = 300
+
+
+def drawn(prompts: int, rng: np.random.Generator, gain: float = 0.0) -> Worth:
+    """Of costs of three drafts with eight windows each, which ``gain`` in the mean; prompts differ
+    by 25% in what suits them, half of which a draft's windows share, and in size."""
+    sizes = np.exp(0.3 * rng.standard_normal(prompts))
+    shared = np.repeat(rng.standard_normal((3, prompts)), 8, axis=0)
+    suits = 0.25 * (shared + rng.standard_normal((24, prompts))) / np.sqrt(2)
+    costs = sizes * np.exp(suits - 0.25**2 / 2) / (1 + gain)
+    return judge(sizes, list(costs), np.arange(prompts))
+
+
+@pytest.mark.parametrize("prompts", [5, 16, 48])
+def test_it_advises_for_nothing_once_in_twenty_at_most(prompts: int) -> None:
+    rng = np.random.default_rng(prompts)
+    assert sum(drawn(prompts, rng).gains is True for _ in range(CASES)) <= CASES / 20
+
+
+def test_it_tells_how_often_a_gain_is_seen() -> None:
+    """And says that nothing gains where all lose."""
+    rng = np.random.default_rng(1)
+    of = [drawn(24, rng, gain=0.1) for _ in range(CASES)]
+    seen, told = np.mean([w.gains is True for w in of]), np.mean([w.chance for w in of])
+    assert 0.1 < told < 0.9
+    assert seen == pytest.approx(told, abs=0.1)
+    assert drawn(24, rng, gain=-0.5).gains is False
+    few, alike = drawn(4, rng, gain=2.0), judge(np.full(9, 2.0), [np.ones(9)], np.arange(9))
+    assert (few.gains, few.chance, alike.gains, alike.chance) == (None, 0.0, None, 0.0)
+    assert alike.ratio == (2.0, 2.0, 2.0)
+
+
+def test_turns_of_a_conversation_show_no_more_than_one() -> None:
+    sizes, cost = np.ones(12), 0.5 + 0.01 * np.arange(12)
+    assert judge(sizes, [cost], np.arange(12)).gains
+    together = judge(sizes, [cost], np.arange(12) // 4)
+    assert (together.gains, together.conversations) == (None, 2)

@@ -14,9 +14,12 @@ from spectune.optimizer.check import Check, check_pair, memory
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
+from spectune.optimizer.confirm import FLOOR
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.map_cells import Cell, cell_in_words, nearest_cell
 from spectune.optimizer.report.words import interval
+from spectune.optimizer.timings import finite
+from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
@@ -28,8 +31,6 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.query import first_positions
 from spectune.traces.workloads import take
 
-FEW = 5
-"""Prompts below which nothing is advised."""
 COLUMNS = (
     *("draft", "K", "conditional", "cumulative", "tau", "tau_interval", "draft_step", "break_even"),
     *("speedup", "speedup_interval"),
@@ -52,7 +53,7 @@ def check(s: Settings, talk: Talk) -> Result:
             clock=time.perf_counter, progress=talk.progress,
         )  # fmt: skip
         first = first_positions(store, checked.recording)
-    for line in (*texts_checked(checked.texts).lines(), *hardly_accepted(first, pair.heads)):
+    for line in hardly_accepted(first, pair.heads):
         talk.tell(line)
     longer = Sampling().max_new_tokens / s.sampling.max_new_tokens
     tokens = checked.tokens / len(checked.texts) * len(tuned.requests) * longer
@@ -74,6 +75,7 @@ def check(s: Settings, talk: Talk) -> Result:
         "memory": models,
         "tune_minutes": minutes,
         "advice": advice,
+        "worth": _worth(checked),
         "slope": checked.slope,
         "map": cell,
         "next": command,
@@ -113,40 +115,79 @@ def _store(s: Settings) -> Iterator[TraceStore]:
 
 
 def _printed(value: Any) -> Any:
-    """An interval on one line."""
-    return f"{value[0]:.2f}-{value[1]:.2f}" if isinstance(value, tuple) else value
+    """An interval on one line; None where an end is not known."""
+    if not isinstance(value, tuple):
+        return value
+    return None if None in value else f"{value[0]:.2f}-{value[1]:.2f}"
 
 
 def _advice(checked: Check) -> str:
-    """Whether to tune, in a sentence."""
+    """Whether to tune, in a sentence, with what makes its figures say less."""
     hint = "more prompts or a larger --budget would tell"
-    measured = [row for row in checked.rows if row["speedup"]]
-    if not measured:
-        return f"Open: too few rounds were measured; {hint}."
-    best = max(measured, key=lambda row: row["speedup"])
-    low, high = best["speedup_interval"]
-    prediction = (
-        f"{best['draft']} at K={best['K']} is predicted {best['speedup']:.2f} times as fast as no "
-        f"draft{interval((low, high))}"
-    )
+    best, worth, texts = checked.advised, checked.worth, checked.texts
+    if best is None or worth is None:
+        return f"Not shown to be worth it: too few rounds were measured; {hint}."
+    ratio, *ends = worth.ratio
+    count = len({*independent(texts).tolist()})
+    judged = _counted(worth.conversations, "prompt" if count == len(texts) else "conversation")
+    judged += " that did not choose it" * (worth.conversations < count)
+    parts = [
+        f"{best['draft']} at K={best['K']} is predicted {ratio:.2f} times as fast as no draft"
+        f"{interval(finite(ends), LEVEL)} on {judged}"
+    ]
     if best["draft_step"]:
-        prediction += (
-            f"; its step costs {best['draft_step']:.2f} of a target pass, and gains below "
+        parts.append(
+            f"its step costs {best['draft_step']:.2f} of a target pass, and gains below "
             f"{best['break_even']:.2f}"
         )
-    if len(checked.texts) < FEW or low <= 1 < high:
-        return f"Open on {len(checked.texts)} prompts: {prediction}; {hint}."
-    return f"{'Worth' if low > 1 else 'Not worth'} tuning on this device: {prediction}."
+    gains = _shown(checked)
+    if gains is None:
+        parts.append(hint)
+    verdict = {
+        True: "Worth tuning on this device",
+        False: f"Not worth tuning on this device, as no draft gains {100 * (FLOOR - 1):.0f}%,",
+        None: "Not shown to be worth it",
+    }[gains]
+    seen = f"(a gain of {100 * GAIN:.0f}% is seen with a chance of {100 * worth.chance:.0f}%)"
+    said = "; ".join([*parts, *texts_checked(texts).lines()])
+    return f"{verdict} by {_counted(len(texts), 'prompt')} {seen}: {said}."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def _shown(checked: Check) -> bool | None:
+    """:attr:`Worth.gains`; None too where most texts are of a kind that any draft guesses."""
+    texts = texts_checked(checked.texts)
+    if checked.worth is None or 2 * texts.repetitive > texts.requests:
+        return None
+    return checked.worth.gains
+
+
+def _worth(checked: Check) -> dict[str, Any] | None:
+    """The verdict, JSON-ready."""
+    best, worth = checked.advised, checked.worth
+    if best is None or worth is None:
+        return None
+    return {
+        "shown": _shown(checked),
+        "draft": best["draft"],
+        "K": best["K"],
+        "speedup": worth.ratio[0],
+        "interval": finite(worth.ratio[1:]),
+        "conversations": worth.conversations,
+        "chance_of_10_percent": worth.chance,
+    }
 
 
 def _nearest(checked: Check, pair: LoadedPair, temperature: float) -> Cell | None:
     """The map's cell for the draft that is advised."""
-    rows = [row for row in checked.rows if row["speedup"]]
-    if checked.slope is None or not rows:
+    best = checked.advised
+    if checked.slope is None or best is None:
         return None
-    best = max(rows, key=lambda row: row["speedup"])
     draft, cost = best["draft"], best["draft_step"] or 0.0
-    first = next(row["conditional"] for row in rows if row["draft"] == draft)  # K=1
+    first = next(row["conditional"] for row in checked.rows if row["draft"] == draft)  # K=1
     kind = "head" if draft in pair.heads else "ngram" if draft == "ngram" else "model"
     return nearest_cell(kind, temperature, first, cost, checked.slope)
 
