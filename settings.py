@@ -833,7 +833,6 @@ class Scheduled(InPlace, Decoding):
     search: Search = group(Search())
     trees: Trees = group(Trees())
     race: Race = group(Race(), "budget")
-    fresh: bool = setting(True, "Record and profile a workload anew each time.", hidden=True)
 
 
 class ScheduleAdd(Scheduled):

@@ -67,9 +67,9 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
     }
 
 
-def asked_of(pair: LoadedPair, workload_id: str, options: DecodeOptions, slot: str = "") -> Asked:
+def asked_of(pair: LoadedPair, workload_id: str, options: DecodeOptions) -> Asked:
     """What a store finds or makes a recording by."""
-    about = recording_options(pair, options) | ({"slot": slot} if slot else {})
+    about = recording_options(pair, options)
     most, verifier = options.max_new_tokens, options.verifier
     return Asked(pair.id, workload_id, options.sampling, most, verifier, about)
 
@@ -101,7 +101,6 @@ def record(
     spec: PanoramaSpec,
     source: PolicySource,
     *,
-    slot: str = "",
     fresh: bool = False,
     reuse_complete: bool = False,
     progress: Progress = silent,
@@ -110,14 +109,13 @@ def record(
     not done again.
 
     A recording that was begun with the same arguments and not finished is resumed, unless
-    ``fresh``; with ``reuse_complete`` a finished one counts as well. A ``slot`` makes it a
-    recording of its own: only who names the same one resumes it or finds it complete. The policy in
-    ``source`` changes how fast this goes, never what is recorded. Every request is committed as it
+    ``fresh``; with ``reuse_complete`` a finished one counts as well. The policy in ``source``
+    changes how fast this goes, never what is recorded. Every request is committed as it
     ends, so that a kill loses at most the one in hand.
     """
     encoded = encode(pair, workload, options, spec.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
-    request = asked_of(pair, store.put_workload(workload), options, slot)
+    request = asked_of(pair, store.put_workload(workload), options)
     info = None if fresh else store.find_recording(request, state="recording")
     if info is None and reuse_complete and not fresh:
         info = store.find_recording(request, state="complete")

@@ -74,8 +74,8 @@ and its trees be recorded on all requests: bins, classifiers and a finer search 
 @dataclass(frozen=True)
 class TuneOptions(ProveOptions):
     """How a tuning is done. ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
-    race against the baselines, and the winner is confirmed. ``fresh`` uses nothing that was stored
-    before, but what was made under the same ``idempotency_key``. What is in force in the
+    race against the baselines, and the winner is confirmed. ``fresh`` uses no recording and no
+    profile that was stored before. What is in force in the
     ``deployment`` is the incumbent, and is what is replaced."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
@@ -139,7 +139,6 @@ def tune(
     requests = workload.requests
     categories, of = [r.category for r in requests], conversations([r.id for r in requests])
     tell_power(settings, categories, split(categories, of.tolist()))
-    slot = (settings.idempotency_key or "") if settings.fresh else ""
     began = clock()
     info = record(
         store,
@@ -148,8 +147,7 @@ def tune(
         settings.options,
         PanoramaSpec(pair.chain_drafts, settings.gamma_max),
         StaticSource(prepare(_recording_policy(pair), pair.draft_names)),
-        slot=slot,
-        fresh=settings.fresh and not slot,
+        fresh=settings.fresh,
         reuse_complete=True,
         progress=progress,
     )
@@ -349,10 +347,6 @@ class Tuning:
         if active is not None and not self.prices_trees:
             with suppress(PolicyError):  # what is wrong with it is said below
                 self.prices_trees = any(p.is_tree for p in published_policy(active).candidates)
-        since = None
-        if settings.fresh:  # an earlier attempt at the same slot began with its recording
-            slot = settings.idempotency_key is not None
-            since = store.get_recording(self.recording).created_at if slot else store.clock()
         self.profile = profile_for(
             store,
             pair,
@@ -360,7 +354,7 @@ class Tuning:
             gamma_max=settings.gamma_max,
             trees=self.prices_trees,
             trajectories=texts,
-            since=since,
+            since=store.clock() if settings.fresh else None,
             tell=settings.tell,
             progress=self.progress,
         )

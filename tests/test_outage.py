@@ -61,7 +61,7 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
         put_made_up_profile(store, pair)
         served = {"deployment": "served"}
         first = put_in_force(store, pair.id, policy("near", 2), **served)
-        work = settings(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
+        work = settings(pair, write_workload(tmp_path / "w.jsonl", 18))
         add_schedule(store.database, "nightly", "@hourly", work, now=T0)
         execute = tuning_job(store, load=lambda *_, **__: pair, progress=crash_amid)
         how = {"poll_s": 0.05, "stop": end, "clock": lambda: T0 + HOUR}

@@ -262,7 +262,7 @@ def test_who_lost_the_job_publishes_nothing(
     """However late it was lost: the token is looked at in the transaction that publishes."""
     store = Overtaken(database)
     put_made_up_profile(store, pair)
-    asked = settings(pair, write_workload(tmp_path / "w.jsonl", 18)) | {"fresh": False}
+    asked = settings(pair, write_workload(tmp_path / "w.jsonl", 18))
     schedules.add_schedule(database, "nightly", "@hourly", asked, now=T0)
     store.lose.append(lambda: lose(database))
     execute = tuning_job(store, load=lambda *_args, **_kw: pair)

@@ -57,10 +57,13 @@ def work(
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_begins_anew(
-    store: TraceStore, pair: LoadedPair, hourly: str, monkeypatch: pytest.MonkeyPatch
+def test_attempts_and_slots_share_a_recording_and_a_profile_until_the_workload_changes(
+    store: TraceStore,
+    pair: LoadedPair,
+    hourly: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put_made_up_profile(store, pair)  # older than the slot's recording: not used
     with pytest.raises(SystemExit, match="decode"):
         work(store, pair, 1, dies_in="decode", after=3)
     (begun,) = store.list_recordings()
@@ -77,10 +80,15 @@ def test_attempts_of_a_slot_share_its_recording_and_profile_and_the_next_slot_be
     assert work(store, pair, 1)["done"] == 1
     (made,) = store.list_recordings()
     assert (made.id, made.state, made.n_requests) == (begun.id, "complete", REQUESTS)
-    assert len([*store.profiles()]) == 2
     monkeypatch.setattr("spectune.optimizer.profiles.measure_profile", gone)
-    with pytest.raises(SystemExit, match="profile"):
-        work(store, pair, 2)
+    write_workload(tmp_path / "w.jsonl", REQUESTS)  # the same once more
+    with pytest.raises(SystemExit, match="execute"):
+        work(store, pair, 2, dies_in="execute")
+    assert [r.id for r in store.list_recordings()] == [made.id]
+    assert len([*store.profiles()]) == 1
+    write_workload(tmp_path / "w.jsonl", REQUESTS + 1)
+    with pytest.raises(SystemExit, match="decode"):
+        work(store, pair, 3, dies_in="decode")
     assert [r.id == made.id for r in store.list_recordings()] == [False, True]
 
 
@@ -198,9 +206,6 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
     def at_work(run: Run) -> dict[str, int]:
         return schedules.run_worker(store.database, run, once=True, clock=lambda: T0 + HOUR)
 
-    # A profile newer than the slot's recording, which begins now.
-    with pytest.raises(SystemExit, match="decode"):
-        work(store, pair, 1, dies_in="decode")
     put_made_up_profile(store, pair)
     with pytest.raises(SystemExit):
         at_work(dies)

@@ -48,10 +48,11 @@ def tuning_job(
     """Returns a job function for workers: it tunes what a schedule's settings say and publishes
     under the slot's idempotency key.
 
-    Attempts at one slot share its recording and profile, and one after the publication only reports
-    it. Loaded pairs stay in memory from job to job. The result holds the winner, the version
-    published (None if the incumbent stays), why, and ``report``: what ``page`` returns of the
-    study, the path of its page. ``tell`` is called with what a user should know of the texts.
+    Texts and costs that an earlier attempt or slot recorded are used again as `tune` uses them, and
+    an attempt after the publication only reports it. Loaded pairs stay in memory from job to job.
+    The result holds the winner, the version published (None if the incumbent stays), why, and
+    ``report``: what ``page`` returns of the study, the path of its page. ``tell`` is called with
+    what a user should know of the texts.
     """
     pairs: dict[tuple[object, ...], LoadedPair] = {}
 
@@ -99,7 +100,6 @@ def _tune_pair(
     """Tunes on texts that are recorded now, or on a sample of what was recorded lately."""
     options = TuneOptions.of(
         settings,
-        fresh=settings.fresh and settings.recorded is None,
         actor="schedule",
         idempotency_key=job.idempotency_key,
         guard=job.check,
