@@ -60,6 +60,7 @@ from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.store.confirmations import count_confirmation
 from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.store.query import first_positions
 from spectune.traces.tables import LatencyProfile, Trajectory
@@ -246,6 +247,7 @@ class Tuning:
     bench: NativeBench = field(init=False)
     raced: Raced = field(init=False)
     confirmed: Confirmation | None = None
+    earlier_confirmations: int = 0
     texts: ComparedTexts = field(init=False)
     rejection: RejectionChain | NotTried | None = None
 
@@ -521,6 +523,9 @@ class Tuning:
         self.confirmed, self.texts = confirm_winner(
             self.bench, self.raced, self.settings, progress=self.progress
         )
+        if self.confirmed is not None:
+            held = [self.ordinals[i] for i in self.parts.confirm]
+            self.earlier_confirmations = count_confirmation(self.store, self.recording, held)
 
     def try_rejection(self) -> None:
         """The best chain of the verifier `rejection` beside the race's winner, where that has
@@ -560,6 +565,7 @@ class Tuning:
             seconds=self.seconds,
             workload=self.workload,
             rejection=self.rejection,
+            earlier_confirmations=self.earlier_confirmations,
         )
         about = {
             "pair": f"{pair.spec.name} ({pair.id})",

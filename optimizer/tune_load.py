@@ -24,6 +24,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
+from spectune.traces.store.confirmations import count_confirmation
 from spectune.traces.tables import DESIGNED, Recording
 
 
@@ -157,6 +158,10 @@ def prove_load(
         incumbent = place.serves
     raced = run_race(bench, roles_of(search, incumbent), incumbent, options, progress=progress)
     confirmed, texts = confirm_winner(bench, raced, options, progress=progress)
+    earlier = 0
+    if confirmed is not None:
+        held = [bench.ordinals[text] for text in bench.parts.confirm]
+        earlier = count_confirmation(store, info.id, held)
     figures = by_load(bench, raced)
     tuned = conclude(
         store,
@@ -173,6 +178,7 @@ def prove_load(
         texts=texts,
         search_requests=len(bench.parts.search),
         trials=len(search.study.trials),
+        earlier_confirmations=earlier,
     )
     _store_runs(store, bench, raced, place, tuned)
     return tuned, {"executed": figures}

@@ -76,9 +76,10 @@ class Tuned:
     ``confirmed`` compares with the incumbent on requests held out (None where the incumbent won the
     race), or the incumbent. ``published`` is the new publication; None where nothing was to be
     published, or where that was ``blocked`` (why).
-    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race. ``rejection``: the best
-    chain of that verifier, or why it was not tried; None at temperature 0, where it is in use, and
-    on an engine."""
+    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race.
+    ``earlier_confirmations``: on the requests that were held out, by tunings before.
+    ``rejection``: the best chain of that verifier, or why it was not tried; None at temperature 0,
+    where it is in use, and on an engine."""
 
     winner: Candidate
     incumbent: Candidate
@@ -97,6 +98,7 @@ class Tuned:
     blocked: str = ""
     common_factor: float = 1.0
     rejection: RejectionChain | NotTried | None = None
+    earlier_confirmations: int = 0
 
     @property
     def test_requests(self) -> int:
@@ -151,6 +153,7 @@ class Tuned:
             "ratio_to_incumbent": finite(self.ratio),
             "confirmed": self.confirmed and self.confirmed.to_json(),
             "confirm_requests": self.confirmed.requests if self.confirmed else 0,
+            "earlier_confirmations": self.earlier_confirmations,
             "published": self.published and self.published.told(),
             "rejection": self.rejection and self.rejection.to_json(),
             "reason": self.reason,

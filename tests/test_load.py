@@ -43,6 +43,7 @@ from spectune.runtime.policies.document import (
     parse_policy,
 )
 from spectune.traces.errors import EngineError
+from spectune.traces.store.confirmations import count_confirmation
 from spectune.traces.tables import Run
 
 BY_LOAD = '{"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 6, "4": 2}}}'
@@ -275,6 +276,10 @@ def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
         with store.database.read() as session:
             runs = session.scalars(select(Run)).all()
         kept = store.active_publication(read_pair("demo").id, "cpu", "vllm")
+        held = [bench.ordinals[text] for text in bench.parts.confirm]
+        counted = [count_confirmation(store, info.id, held) for _ in range(2)]
+        fitted_to = [bench.ordinals[text] for text in bench.parts.search]
+        assert count_confirmation(store, info.id, fitted_to) == 0
     parts = [{*numbers} for numbers in bench.parts]
     assert not parts[0] & parts[1]
     assert not (parts[0] | parts[1]) & parts[2]
@@ -284,6 +289,8 @@ def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
     low, high = confirmed["interval"]
     assert 1.01 < low < confirmed["ratio"] < high
     assert told["published"] == {"version": 1, "policy": winner, "deployment": "vllm"}
+    assert told["earlier_confirmations"] == 0
+    assert counted == [1, 2]
     assert told["baselines"]["incumbent"]["id"] == AUTOREGRESSIVE.id
     # No server without a draft was recorded: nothing is predicted of one, and it is executed.
     loads = {one["label"]: one["loads"] for one in told["executed"]}

@@ -110,6 +110,13 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
     assert "time to first token: p50 100.0, p95 100.0, p99 100.0 ms" in text
 
 
+def test_it_says_how_often_what_was_held_out_had_confirmed_a_policy() -> None:
+    told = closing(FASTER.to_json(), "here", ())
+    assert "had confirmed policies" not in told
+    again = closing(replace(FASTER, earlier_confirmations=2).to_json(), "here", ())
+    assert "held out had confirmed policies 2 times before" in " ".join(again.split())
+
+
 def test_what_users_named_is_shown_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

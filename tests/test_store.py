@@ -46,6 +46,7 @@ from spectune.traces.blobs import (
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Extent, Request, Sampling, Step, Workload, policy_id
 from spectune.traces.store import Asked, TraceStore
+from spectune.traces.store.confirmations import count_confirmation
 from spectune.traces.store.inventory import list_kind, prune
 from spectune.traces.tables import DESIGNED, Artifact, Panorama, Recording, Trajectory
 
@@ -59,6 +60,21 @@ POLICY_ID = policy_id(POLICY)
 def begun(store: TraceStore) -> Recording:
     store.put_pair(PAIR, "demo", {"target": "x"})
     return store.create_recording(Asked(PAIR, store.put_workload(WORKLOAD), GREEDY, 64))
+
+
+def test_confirmations_of_a_request_are_counted_wherever_it_is_recorded(
+    store: TraceStore, begun: Recording
+) -> None:
+    """Of the same pair and workload; of those that were held out, the most of any."""
+    asked = Asked(PAIR, begun.workload_id, GREEDY, 32)
+    alone = Asked(PAIR, None, GREEDY, 32)
+    again, other = (store.create_recording(of).id for of in (asked, alone))
+    for recording in (begun.id, again, other):
+        store.append_trajectories(recording, [(n, a_trajectory(n), ()) for n in range(4)])
+    first = [count_confirmation(store, begun.id, held) for held in ([0, 1], [1, 2], [3])]
+    then = [count_confirmation(store, again, held) for held in ([1], [0, 3], [1])]
+    assert (first, then) == ([0, 1, 0], [2, 1, 3])
+    assert count_confirmation(store, other, range(4)) == 0
 
 
 def test_pairs_are_kept_and_found_by_id_prefix_and_name(store: TraceStore) -> None:

@@ -133,7 +133,8 @@ class Trajectory(Value):
 
     Of a stored one ``steps`` are its executed rounds, ``rounds`` to ``seconds`` their sums, and
     ``by_policy`` these by policy id and by position (:class:`traces.acceptance.Survival`).
-    ``part`` is what a tuning uses it for (:mod:`optimizer.parts`), None until one does.
+    ``part`` is what a tuning uses it for (:mod:`optimizer.parts`), None until one does, and
+    ``confirmations`` how often it was held out to confirm a policy.
     """
 
     request_id: Mapped[str]
@@ -161,6 +162,7 @@ class Trajectory(Value):
         blobs.STEPS, deferred=True, repr=False, init=False, compare=False, sort_order=LAST
     )
     part: Mapped[str | None] = mapped_column(String(1), init=False, compare=False)
+    confirmations: Mapped[int] = mapped_column(insert_default=0, init=False, compare=False)
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
 
     @property

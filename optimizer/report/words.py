@@ -217,6 +217,11 @@ def reasons(tuned: Json) -> list[str]:
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
     sentences = [f"{tuned['reason']}."]
+    if earlier := tuned["earlier_confirmations"]:
+        sentences.append(
+            f"What was held out had confirmed policies {earlier} time{'s' * (earlier > 1)} before: "
+            "each time it says less, and other requests say more."
+        )
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
         ahead = 100 * (in_race[leader] / in_race[raced] - 1)
         sentences.append(
