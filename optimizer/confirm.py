@@ -19,12 +19,13 @@ from itertools import count, cycle, islice
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.parts import SPLIT, Parts, split
 from spectune.optimizer.timings import NOISE, Expected, Timings, finite
+from spectune.traces.conversations import Index, conversations
 from spectune.traces.errors import TraceError
+from spectune.traces.schema import Workload
 
 LEVEL: Final = 0.98
 """Two-sided level of the interval: its lower end is above the truth in one of 100 confirmations
@@ -83,7 +84,8 @@ class Spread:
 class Confirmation:
     """The speed of policy ``winner`` over the incumbent's on ``requests`` held out (or other units
     of a bench), executed at most ``passes`` times by both, and its interval. ``chance``: of a gain
-    of 5% to be published by so many executions, as was told before them; None: not told."""
+    of 5% to be published by so many executions, as was told before them; None: not told.
+    ``conversations``: how many the requests are of, where some are turns of one."""
 
     winner: str
     ratio: tuple[float, float, float]
@@ -91,19 +93,26 @@ class Confirmation:
     passes: int
     unit: str = "requests"
     chance: float | None = None
+    conversations: int | None = None
+
+    @property
+    def independent(self) -> int:
+        """How many units tell something of their own."""
+        return self.requests if self.conversations is None else self.conversations
 
     @property
     def missed(self) -> float:
         """:func:`missed_share` of the requests held out."""
-        return missed_share(self.requests)
+        return missed_share(self.independent)
 
     @property
     def against(self) -> str:
         """What speaks against a publication; empty where it is a gain beyond noise, and worth
         having."""
         value, low, _ = self.ratio
-        if self.requests < LEAST:
-            return f"{self.requests} {self.unit} are too few, {LEAST} are needed"
+        if self.independent < LEAST:
+            unit = self.unit if self.conversations is None else "conversations"
+            return f"{self.independent} {unit} are too few, {LEAST} are needed"
         if low <= 1.0:
             return "the gain is not beyond noise"
         return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
@@ -117,6 +126,7 @@ class Confirmation:
             "level": LEVEL,
             "floor": FLOOR,
             "requests": self.requests,
+            "conversations": self.conversations,
             "unit": self.unit,
             "passes": self.passes,
             "chance_of_5_percent": self.chance,
@@ -135,7 +145,7 @@ def confirm(
     executions: int,
     expected: Expected | None = None,
     by_size: bool = True,
-    groups: NDArray[np.int64] | None = None,
+    groups: Index | None = None,
     unit: str = "requests",
     chance: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -161,7 +171,9 @@ def confirm(
             execute_both(int(n), k)
     estimate = timings.estimate(winner, incumbent, projected=True, population=True)
     used = min(units, executions)
-    return Confirmation(winner, estimate.interval(LEVEL), used, passes, unit, chance)
+    of = used if groups is None else len(np.unique(groups[:used]))
+    fewer, ratio = of if of < used else None, estimate.interval(LEVEL)
+    return Confirmation(winner, ratio, used, passes, unit, chance, fewer)
 
 
 def missed_share(requests: int) -> float:
@@ -187,10 +199,12 @@ def spread_of(timings: Timings, winner: str, incumbent: str) -> Spread | None:
     alone = timings.estimate(winner, incumbent, projected=True)
     sampled = timings.estimate(winner, incumbent, projected=True, population=True)
     both = ~(np.isnan(timings.seconds[winner]) | np.isnan(timings.seconds[incumbent]))
-    units, executions = int(both.any(1).sum()), int(both.sum())
-    if units < LEAST:
+    executed, executions = both.any(1), int(both.sum())
+    groups = np.arange(len(both)) if timings.groups is None else timings.groups
+    if len(np.unique(groups[executed])) < LEAST:
         return None
-    over_requests = math.sqrt(max(0.0, sampled.error**2 - alone.error**2) * len(both))
+    every = len(np.unique(groups))
+    over_requests = math.sqrt(max(0.0, sampled.error**2 - alone.error**2) * every)
     return Spread(over_requests, alone.error * math.sqrt(executions))
 
 
@@ -220,14 +234,26 @@ def _requests_for(spread: Spread) -> int:
 
 
 def check_sample_size(
-    categories: Sequence[str], *, publish: bool, parts: Parts | None = None
+    categories: Sequence[str],
+    *,
+    publish: bool,
+    parts: Parts | None = None,
+    of: Index | None = None,
 ) -> str:
     """A line on the power of a confirmation, before any work, of requests of these categories.
-    ``parts``: those of requests that a recording is left with.
+    ``parts``: those of requests that a recording is left with. ``of``: the number of each request's
+    conversation, int64 [requests]; None: each is one of its own.
 
     Raises TraceError where nothing could be raced, or, if something is to be published, confirmed.
     """
-    parts = split(categories) if parts is None else parts
+    unit = "requests"
+    numbers = list(range(len(categories))) if of is None else of.tolist()
+    parts = split(categories, numbers) if parts is None else parts
+    if len(set(numbers)) < len(categories):  # turns of one count once
+        unit, place = "conversations", {c: n for n, c in enumerate(dict.fromkeys(numbers))}
+        parts = Parts(*(sorted({place[numbers[i]] for i in part}) for part in parts))
+        category = dict(zip(reversed(numbers), reversed(categories), strict=True))
+        categories = [category[c] for c in place]
     total, held = len(categories), len(parts.confirm)
     least = LEAST if publish else 1
 
@@ -243,12 +269,19 @@ def check_sample_size(
         )
         if not all((parts.search, parts.race, parts.confirm)):
             raise TraceError(
-                f"too few requests to search, race and confirm on different ones: {total}; {give}"
+                f"too few {unit} to search, race and confirm on different ones: {total}; {give}"
             )
         raise TraceError(
-            f"{total} requests leave {held} to confirm a winner on, and {LEAST} are needed to "
+            f"{total} {unit} leave {held} to confirm a winner on, and {LEAST} are needed to "
             f"publish it: {give}; --no-publish shows what there is"
         )
     power = power_in_words(Spread(), held, held)
-    rare = f"a slowdown on fewer than {100 * missed_share(held):.0f}% of requests can be missed"
-    return f"{held} of {total} requests are held out to confirm the winner: {power}; {rare}"
+    rare = f"a slowdown on fewer than {100 * missed_share(held):.0f}% of {unit} can be missed"
+    return f"{held} of {total} {unit} are held out to confirm the winner: {power}; {rare}"
+
+
+def check_workload_size(workload: Workload, *, publish: bool) -> str:
+    """:func:`check_sample_size` of a workload that is not recorded yet."""
+    of = conversations([request.id for request in workload.requests])
+    categories = [request.category for request in workload.requests]
+    return check_sample_size(categories, publish=publish, of=of)

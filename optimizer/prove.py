@@ -133,6 +133,7 @@ def confirm_winner(
     if winner == incumbent:
         return None, raced.race.texts
     timings, units, budget_s = raced.race.timings, bench.units("confirm"), options.budget_s
+    groups = bench.groups("confirm")
     # A cost need not be seconds; what a unit takes is in proportion to it.
     pace = raced.seconds / sum(float(np.nansum(of)) for of in timings.seconds.values())
     both_s = pace * sum(float(np.nanmean(timings.seconds[name])) for name in names)
@@ -140,7 +141,8 @@ def confirm_winner(
     most = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
     executions = spread.enough(units, most)
     used = min(units, executions)
-    power = power_in_words(spread, units, executions, seconds=both_s, budget_s=budget_s)
+    independent = len(np.unique(groups))
+    power = power_in_words(spread, independent, executions, seconds=both_s, budget_s=budget_s)
     options.tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
@@ -156,8 +158,9 @@ def confirm_winner(
             executions=executions,
             expected=expected,
             by_size=bench.by_size,
+            groups=groups,
             unit=bench.unit,
-            chance=spread.chance(used, executions),
+            chance=spread.chance(len(np.unique(groups[:used])), executions),
             progress=lambda done, total: progress("confirm", done, total),
         )
         return confirmation, raced.race.texts + execution.texts

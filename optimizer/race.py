@@ -16,6 +16,7 @@ from spectune.optimizer.spaces import complexity
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import NOISE, TIE, Expected, Timings
 from spectune.runtime.policies.document import Policy
+from spectune.traces.conversations import Index
 from spectune.traces.schema import Outcome
 
 BLOCK: Final = 4
@@ -61,6 +62,7 @@ def race(
             baselines=baselines,
             expected={name: prediction.costs for name, prediction in predictions.items()},
             by_size=bench.by_size,
+            conversations=bench.groups("race"),
             group=groups.__getitem__,
             block=bench.block,
             passes=passes,
@@ -80,6 +82,7 @@ def eliminate(
     baselines: Collection[str] = (),
     expected: Expected | None = None,
     by_size: bool = True,
+    conversations: Index | None = None,
     group: Callable[[str], str] = str,
     block: int = BLOCK,
     passes: int = PASSES,
@@ -96,7 +99,8 @@ def eliminate(
     interval, which is all that a winner is chosen by; after ``passes``; or after ``budget_s`` (at
     least one unit is executed). Returns the timings and who was not dropped.
     """
-    timings = Timings({p: np.full((units, passes), np.nan) for p in policies}, expected, by_size)
+    costs = {p: np.full((units, passes), np.nan) for p in policies}
+    timings = Timings(costs, expected, by_size, conversations)
     racing, began, turn = list(policies), clock(), 0
     for k in range(passes):
         for n in range(units):

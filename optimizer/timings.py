@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from spectune.traces.conversations import Index, summed
 from spectune.traces.cost_table import FloatArray
 
 Expected = Mapping[str, FloatArray]
@@ -53,14 +54,13 @@ class Estimate:
 @dataclass(frozen=True)
 class Timings:
     """Measured costs by policy id, float64 [units, passes], NaN where not executed; ``expected``
-    are those predicted, of the policies of which they are. ``by_size``: as
-    :attr:`optimizer.bench.Bench.by_size`. ``groups``: number of the group (conversation) of each
-    unit, int64 [units]; units of one group are no independent sample. None: each its own."""
+    are those predicted, of the policies of which they are. ``by_size``, ``groups``: as a
+    :class:`optimizer.bench.Bench` has them (None: each unit is a group of its own)."""
 
     seconds: Mapping[str, FloatArray]
     expected: Expected | None = None
     by_size: bool = True
-    groups: NDArray[np.int64] | None = None
+    groups: Index | None = None
 
     def ratio(
         self,
@@ -164,9 +164,7 @@ class Timings:
         are (None: of all)."""
         if self.groups is None:
             return values
-        groups = self.groups if rows is None else self.groups[rows]
-        _, number = np.unique(groups, return_inverse=True)
-        sums = np.bincount(number, values)
+        sums: FloatArray = summed(values, self.groups if rows is None else self.groups[rows])
         return sums * len(sums) / len(values)
 
     def leader(self, policies: Sequence[str]) -> str:

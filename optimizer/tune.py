@@ -55,7 +55,7 @@ from spectune.runtime.policies.document import (
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.acceptance import hardly_accepted
-from spectune.traces.conversations import conversations
+from spectune.traces.conversations import Index, conversations, conversations_of
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import Sanity, checked
 from spectune.traces.schema import Workload
@@ -139,7 +139,7 @@ def tune(
     """
     requests = workload.requests
     categories, of = [r.category for r in requests], conversations([r.id for r in requests])
-    tell_power(settings, categories, split(categories, of.tolist()))
+    tell_power(settings, categories, split(categories, of.tolist()), of)
     began = clock()
     info = record(
         store,
@@ -170,7 +170,8 @@ def tune_recording(
     requests = store.load(recording, (), skip_corrupted=True).requests
     settings = as_recorded(settings, recording, requests[0].trajectory)
     parts = recorded_parts(store, recording, [r.ordinal for r in requests])
-    tell_power(settings, [r.trajectory.category for r in requests], parts)
+    texts = [r.trajectory for r in requests]
+    tell_power(settings, [text.category for text in texts], parts, conversations_of(texts))
     return _run(Tuning(store, pair, recording, settings, progress, clock, {}))
 
 
@@ -194,10 +195,11 @@ def as_recorded(settings: TuneOptions, recording: str, text: Trajectory) -> Tune
     return replace(settings, options=how)
 
 
-def tell_power(settings: TuneOptions, categories: Sequence[str], parts: Parts) -> None:
+def tell_power(settings: TuneOptions, categories: Sequence[str], parts: Parts, of: Index) -> None:
     """Tells, before any work, what a confirmation on so many requests can show. Raises TraceError
-    for too few requests."""
-    settings.tell(check_sample_size(categories, publish=settings.publish, parts=parts))
+    for too few requests. ``of``: the number of each request's conversation."""
+    line = check_sample_size(categories, publish=settings.publish, parts=parts, of=of)
+    settings.tell(line)
 
 
 def _recording_policy(pair: LoadedPair) -> Policy:
@@ -330,7 +332,7 @@ class Tuning:
         texts = self.trace.trajectories
         if len(texts) != self.store.get_recording(self.recording).n_requests:  # some are damaged
             categories = [t.category for t in texts]
-            check_sample_size(categories, publish=self.settings.publish, parts=self.parts)
+            tell_power(self.settings, categories, self.parts, conversations_of(texts))
         self.workload = checked(texts)
         for line in (*self.workload.lines(), *self._hardly_accepted(self.chains)):
             self.settings.tell(line)

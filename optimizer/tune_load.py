@@ -151,7 +151,8 @@ def prove_load(
     cannot start, EngineError where it fails."""
     bench, info = search.bench, search.bench.info
     categories = [text.category for text in bench.trace.trajectories]
-    check_sample_size(categories, publish=options.publish, parts=bench.parts)
+    of = bench.trace.conversations
+    check_sample_size(categories, publish=options.publish, parts=bench.parts, of=of)
     otherwise = "no speculation is the incumbent"
     incumbent, unusable = in_force(place.over, bench.check, otherwise)
     if place.serves is not None and (place.over is None or unusable):

@@ -120,6 +120,17 @@ def test_how_rare_a_slowdown_may_go_unseen_is_told() -> None:
     assert said.endswith("a slowdown on fewer than 19% of requests can be missed")
 
 
+def test_the_size_of_a_sample_is_counted_in_conversations() -> None:
+    """Twenty conversations of four turns each leave six to confirm on, not 24."""
+    of = np.repeat(np.arange(20), 4)
+    said = check_sample_size(["a"] * 80, publish=True, of=of)
+    assert said.startswith("6 of 20 conversations are held out to confirm the winner")
+    with pytest.raises(TraceError, match="10 conversations leave 3 to confirm a winner on"):
+        check_sample_size(["a"] * 40, publish=True, of=np.repeat(np.arange(10), 4))
+    few = Confirmation("p", (1.5, 1.3, 1.7), 16, 1, conversations=4)
+    assert few.against == "4 conversations are too few, 5 are needed"
+
+
 def test_executions_are_planned_by_the_time_that_is_left() -> None:
     """All requests once before any twice, at least as many as a publication needs."""
     for asked, executions in (

@@ -235,6 +235,9 @@ class Loads:
     def units(self, part: str) -> int:
         return {"race": 4, "confirm": 8}[part]
 
+    def groups(self, part: str) -> np.ndarray:
+        return np.arange(self.units(part))
+
     def group(self, policy: Policy) -> str:
         return policy.draft
 

@@ -28,7 +28,7 @@ from spectune.optimizer.commands.session import (
     recording_on,
     unseen,
 )
-from spectune.optimizer.confirm import check_sample_size
+from spectune.optimizer.confirm import check_workload_size
 from spectune.optimizer.deployment import check_server
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import recording_of
@@ -132,7 +132,7 @@ def _record(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Re
     options = DecodeOptions.of(s.sampling)
     check_options(VLLM, options)
     workload = read_workload(s, server.spec, talk)
-    check_sample_size([request.category for request in workload.requests], publish=s.publish)
+    check_workload_size(workload, publish=s.publish)
     codec = load_codec(server.spec)
     drafts = [server.draft] if server.draft in server.spec.drafts else []
     workload = fit_to(codec, workload, options, s, talk, drafts)

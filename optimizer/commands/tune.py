@@ -19,7 +19,7 @@ from spectune.optimizer.commands.session import (
     open_store,
     pair_of,
 )
-from spectune.optimizer.confirm import check_sample_size
+from spectune.optimizer.confirm import check_workload_size
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.report.words import closing
@@ -62,7 +62,7 @@ def tune(s: Tune, talk: Talk) -> Result:
         spec = pair_of(s, store, s.recording)
         workload = None if recorded else read_workload(s, spec, talk)
         if workload is not None:  # before the pair is loaded
-            check_sample_size([r.category for r in workload.requests], publish=s.publish)
+            check_workload_size(workload, publish=s.publish)
         options = TuneOptions.of(s, fresh=s.fresh, publish=s.publish, tell=talk.tell)
         pair = load(s, spec, talk)
         info = None
