@@ -1,5 +1,6 @@
 """Tuning a vLLM server that somebody else runs: its costs are noted while policies take turns, and
-the race and its confirmation switch policies on it. What was in force is put back at the end."""
+the race and its confirmation switch policies on it. What was in force is put back after each, also
+after an error."""
 
 from __future__ import annotations
 
@@ -68,14 +69,16 @@ def tune_server(
     also returns the figures by load. With ``fresh`` what steps cost is noted anew. Raises as
     :func:`engine_bench` and :func:`prove_load` do."""
     if fresh or not _costs_are_known(store, server, info):
-        _note_costs(store, server, info, _clients(arrivals, server), progress)
+        try:
+            _note_costs(store, server, info, _clients(arrivals, server), progress)
+        finally:
+            server.close()  # it drafts as before while policies are searched
     how: dict[str, Any] = {"limit": limit, "unit": unit, "tell": options.tell}
     bench = engine_bench(store, info, [], arrivals, objective, **how)
     costs = replace(bench.costs, passes={server.draft: bench.costs.passes[server.draft]})
     bench = replace(bench, costs=costs, start=lambda wanted: server, loaded=server.draft)
     search = search_load(store, bench, seed=seed, progress=progress)
-    if place.over is None:
-        place = replace(place, serves=server.policy)
+    place = replace(place, serves=server.policy)
     tuned, figures = prove_load(store, search, place, options, progress=progress)
     if tuned.published is not None:
         put_published(store, server, place.deployment, options.tell)

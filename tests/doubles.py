@@ -64,6 +64,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.key, self.path, self.noting = "", "", True
         self.boot, self.version, self.policy, self.noted = "f00d", 0, "", 0
         self.table: dict[int, int] = {1: self.most}
+        self.taken: list[tuple[int, str]] = []
+        """Every version and policy that came into force, in order."""
         self.refused: dict[str, Any] | None = None
         self.most_at_once, self.arrived, self.pass_s = 0, list[float](), 2e-4
         self._texts: dict[tuple[tuple[int, ...], int], tuple[list[int], list[int]]] = {}
@@ -188,6 +190,7 @@ class FakeVllm(ThreadingHTTPServer):
         else:
             self.version, self.policy = version, document.get("policy", "")
             self.table, self.refused = gammas, None
+            self.taken.append((self.version, self.policy))
         self.write_status()
 
     def write_status(self) -> None:

@@ -112,9 +112,26 @@ def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
         execute(server, Load(2))
     server.close()
     assert policy_file(fake)["version"] == 4
+    server.put_in_force(TABLE)
+    server.close()
+    assert policy_file(fake)["version"] == 4, "not what was there before that"
     with pytest.raises(PolicyError, match="this server drafts at most 4 tokens, not 7"):
         server.put_in_force(policy("near", 7))
     assert policy_file(fake)["version"] == 4
+
+
+def test_a_table_that_is_refused_is_not_measured_as_the_one_before(fake: FakeVllm) -> None:
+    server = connected(fake)
+    server.put_in_force(policy("near", 1))
+    fake.most = 2
+    for _ in range(2):
+        with pytest.raises(PolicyError, match=r"vLLM refuses near fixed\(gamma=3\): drafts 0 to 2"):
+            execute(server, Load(), THREE, PROMPTS[:1])
+    for chosen in (policy("near", 2), policy("near", 1)):
+        (answer,) = execute(server, Load(), chosen, PROMPTS[:1])
+        assert {step.policy for step in answer.steps} == {chosen.id}
+    server.close()
+    assert not (fake.folder / "policy.json").exists()
 
 
 def test_whose_texts_are_noted_stays(fake: FakeVllm) -> None:

@@ -106,7 +106,8 @@ class RunningServer(Swapping):
         return Policy(draft=self.draft, window=window)
 
     def close(self) -> None:
-        """Puts back what was in force, unless somebody else has put something there since."""
+        """Puts back what was in force, unless somebody else has put something there since. Policies
+        can be put in force again afterwards."""
         with self._lock, ExitStack() as after:
             if self._tuning is not None:
                 after.callback(self._tuning.release)
@@ -126,11 +127,21 @@ class RunningServer(Swapping):
         with self._lock:
             if self._tuning is None:
                 self._tuning = FolderLock(self.folder, "tune", f"tuned through {self.url}")
+            found = read_policy(self.folder)
+            if found.get("version", 0) >= 0:  # not of ours: it was published meanwhile
+                self._before = found
             version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
             # First, so that whatever interrupts the writing is put back.
             self._version, self._policies[version] = version, policy.id
             trial = {"version": version, **table, **self._texts, "before": self._before}
             write_policy(self.folder, trial)
+        try:
+            self._wait_until_in_force(version, policy)
+        except BaseException:
+            self._policies[version] = ""  # it is not in force
+            raise
+
+    def _wait_until_in_force(self, version: int, policy: Policy) -> None:
         deadline = time.monotonic() + IN_FORCE_S
         while (status := self.status()).in_force.version != version:
             if status.refused is not None and status.refused.version == version:
