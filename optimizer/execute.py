@@ -70,6 +70,7 @@ def counts_of(steps: Sequence[Step], seconds: float) -> Counts:
         draft_steps=sum(s.draft_steps for s in steps),
         verified_tokens=sum(s.verified for s in steps),
         seconds=seconds,
+        prompt_steps=sum(s.reads_prompt for s in steps),
     )
 
 

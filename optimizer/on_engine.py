@@ -164,12 +164,11 @@ def record_on(
 
 
 def outcome_on(policy: str, answered: Iterable[Answered]) -> Outcome:
-    """What served requests came to. The seconds of a step are shared among its requests, so that
-    all together are the engine's own, and tokens per second what it served."""
+    """What served requests came to; tokens per second are what the engine served."""
     rows, answers = [], list(answered)
     numbers = conversations_of([done.trajectory for done in answers]).tolist()
     for done, n in zip(answers, numbers, strict=True):
-        seconds, text = sum(step.round_s / step.batch for step in done.steps), done.trajectory
+        seconds, text = sum(step.own_s for step in done.steps), done.trajectory
         counts = counts_of(done.steps, seconds)
         rows.append(RequestOutcome(text.request_id, text.category, counts, conversation=n))
     return Outcome(policy, "executed", tuple(sorted(rows, key=lambda row: row.request_id)))

@@ -248,7 +248,7 @@ def test_without_texts_figures_are_stored(door: Door, agent: Agent) -> None:
     rows = {row["category"]: row for row in result["without_text"]}
     assert (rows["b"]["requests"], rows["b"]["n_output"], rows["b"]["rounds"]) == (2, 14, 6)
     assert (rows["serve"]["requests"], rows["serve"]["accepted"]) == (4, 20)
-    assert rows["serve"]["seconds"] == pytest.approx(0.16)
+    assert rows["serve"]["seconds"] == pytest.approx(0.1), "steps of two are shared"
     with opened(str(door.db)) as store:
         assert len(request_ids(store)) == 3
     agent.write(100)  # a share of them, whatever the agent noted before it read of it

@@ -28,6 +28,8 @@ from trace_values import (
 
 from spectune.api import simulate
 from spectune.db import NotFoundError
+from spectune.engines.protocol import Answered
+from spectune.optimizer.on_engine import outcome_on
 from spectune.optimizer.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival
@@ -141,6 +143,45 @@ def test_speed_is_told_by_policy_and_day(store: TraceStore) -> None:
     ]
     assert (today["category"], today["day"], today["requests"]) == ("code", "2026-05-04", 1)
     assert today["tokens_per_s"] == pytest.approx(60 / (15 * 0.3))
+
+
+def test_requests_side_by_side_share_the_seconds_of_their_steps(
+    store: TraceStore, url: str
+) -> None:
+    """As `run` tells them: tokens/s are the engine's, and the step that reads a prompt is no round
+    of tau. Rows of other loads do not compare, which is said."""
+    store.put_pair(PAIR, "demo", {"target": "t"})
+    made = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
+    for clients, policy in ((8, POLICY_ID), (1, OTHER)):
+        answers = []
+        for n in range(clients):
+            rounds = [(0, 0, 1, 0, 1), *((1 + 3 * k, 4, 5, 2, 3) for k in range(8))]
+            steps = tuple(
+                Step(*of, of[1], draft="small", policy=policy, round_s=0.1, batch=clients,
+                     arrived_s=1.0, ended_s=1.1 + 0.1 * k)
+                for k, of in enumerate(rounds)
+            )  # fmt: skip
+            text = a_trajectory(n, n=25)
+            store.append_trajectory(made, 10 * clients + n, text, steps)
+            answers.append(Answered(text, steps))
+        (row,) = query.speed(store, TraceFilter(policy=policy), ("policy", "batch"))
+        served = outcome_on("p", answers).total
+        assert (row["batch"], row["mean_batch"], row["requests"]) == (clients, clients, clients)
+        assert row["tokens_per_s"] == pytest.approx(clients * 25 / 0.9)
+        assert (row["tokens_per_s"], row["tau"]) == pytest.approx(
+            (served.tokens_per_s, served.mean_accepted_length)
+        )
+        assert row["tau"] == 3.0
+        assert served.rounds == row["rounds"] == 9 * clients
+    (executed,) = query.acceptance(store, TraceFilter(policy=POLICY_ID), executed=True)
+    assert (executed["starts"], executed["mean_accepted_length"]) == (64, 3.0)
+    assert len(query.acceptance(store, by=("batch",), executed=True)) == 2
+    told = Door(url).call("traces stats --speed", by="policy")
+    assert (
+        "1.0 to 8.0 requests shared a step: tokens/s of rows with other batches do" in told.stderr
+    )
+    assert "--by policy,batch parts them" in told.stderr
+    assert "do not compare" not in Door(url).call("traces stats --speed", policy=OTHER).stderr
 
 
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])

@@ -96,8 +96,9 @@ def survival(panorama: Panorama, verifier: Verifier) -> Survival:
 
 
 def step_survival(steps: Sequence[Step]) -> Survival:
-    """The same from executed rounds: position j is at risk in rounds that drafted more than j
-    levels and kept at least j."""
+    """The same from executed rounds, without steps that read a prompt: position j is at risk in
+    rounds that drafted more than j levels and kept at least j."""
+    steps = [s for s in steps if not s.reads_prompt]
     drafted = np.array([s.depth or s.drafted for s in steps], dtype=np.int64)
     accepted = np.array([s.accepted for s in steps], dtype=np.int64)
     depth = range(int(drafted.max(initial=0)))

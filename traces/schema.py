@@ -253,11 +253,24 @@ class Step(NamedTuple):
     arrived_s: float = 0.0
     ended_s: float = 0.0
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether an engine read the prompt in it, which yields the first token. The native decoder
+        reads prompts apart from rounds."""
+        return self.start == 0 and self.drafted == 0 and self.ended_s > 0
+
+    @property
+    def own_s(self) -> float:
+        """Its seconds, shared among the requests of the step: those of all requests together are
+        the engine's own."""
+        return self.round_s / self.batch
+
 
 @dataclass(frozen=True)
 class Counts:
     """Sums over rounds; the same figures for executed and for replayed ones. ``seconds`` includes
-    prefill."""
+    prefill, and is shared among the requests of a step (:attr:`Step.own_s`). ``prompt_steps``:
+    those of the ``rounds`` that read a prompt (:attr:`Step.reads_prompt`)."""
 
     requests: int = 0
     rounds: int = 0
@@ -267,11 +280,13 @@ class Counts:
     draft_steps: int = 0
     verified_tokens: int = 0
     seconds: float = 0.0
+    prompt_steps: int = 0
 
     @property
     def mean_accepted_length(self) -> float:
-        """tau: tokens emitted per round."""
-        return self.emitted_tokens / self.rounds if self.rounds else 0.0
+        """tau: tokens emitted per round, without those of steps that read a prompt."""
+        rounds = self.rounds - self.prompt_steps
+        return (self.emitted_tokens - self.prompt_steps) / rounds if rounds else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -282,7 +297,7 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         sums = asdict(self)
-        seconds = sums.pop("seconds")
+        seconds, _ = sums.pop("seconds"), sums.pop("prompt_steps")
         derived = {"mean_accepted_length": self.mean_accepted_length, "seconds": seconds}
         return {**sums, **derived, "tokens_per_s": self.tokens_per_s}
 

@@ -10,14 +10,16 @@ from sqlalchemy import Connection, Double, Integer, MetaData, Text, column, even
 from spectune.db.base import Base, UtcDateTime
 
 _OF: Final = "t.ordinal, t.request_id, t.category, t.created_at, {day} AS day, c.pair_id, c.source"
-_SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds")
+_SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds", "prompts", "batches")
 _QUERIES: Final = {
     "requests": f"""
-SELECT s.*, CAST(emitted AS DOUBLE PRECISION) / NULLIF(rounds, 0) AS tau,
+SELECT s.*, CAST(emitted - prompts AS DOUBLE PRECISION) / NULLIF(rounds - prompts, 0) AS tau,
+  CAST(ROUND(CAST(batches AS DOUBLE PRECISION) / NULLIF(rounds, 0)) AS INTEGER) AS batch,
   CAST(accepted AS DOUBLE PRECISION) / NULLIF(drafted, 0) AS acceptance,
   emitted / NULLIF(seconds, 0) AS tokens_per_s
 FROM (SELECT t.recording_id, {_OF}, e.key AS policy_id, y.label AS policy, t.n_prompt, t.n_output,
-    t.finish, {{rounds}}, {{drafted}}, {{accepted}}, {{emitted}}, {{seconds}}
+    t.finish, {{rounds}}, {{drafted}}, {{accepted}}, {{emitted}}, {{seconds}},
+    {{prompts}}, {{batches}}
   FROM trajectory t JOIN recording c ON c.id = t.recording_id
     LEFT JOIN {{policies}} LEFT JOIN policy y ON y.id = e.key) s""",
     "acceptance": f"""
@@ -45,7 +47,8 @@ _DIALECTS: Final = {
         "n": "CAST(r.n - 1 AS INTEGER)", "at_risk": "r.at_risk", "survived": "r.survived"},
 }
 _KINDS: Final[dict[Any, str]] = {UtcDateTime(): "created_at since until", Integer(): "ordinal "
-    "n_prompt n_output rounds drafted accepted emitted position starts version",
+    "n_prompt n_output rounds drafted accepted emitted prompts batches batch position starts "
+    "version",
     Double(): "seconds tau acceptance tokens_per_s at_risk survived"}
 _KEYS: Final = "recording_id ordinal request_id category created_at day pair_id source "
 # fmt: on
@@ -68,7 +71,8 @@ def _view(name: str, columns: str) -> Any:
 
 
 REQUESTS: Final = _view("requests", f"{_KEYS} policy_id policy n_prompt n_output finish rounds "
-                        "drafted accepted emitted seconds tau acceptance tokens_per_s")  # fmt: skip
+                        "drafted accepted emitted seconds prompts batches batch tau acceptance "
+                        "tokens_per_s")  # fmt: skip
 ACCEPTANCE: Final = _view("acceptance", f"{_KEYS} draft position starts at_risk survived")
 IN_FORCE: Final = _view("publications_in_force", "version deployment pair_id device policy_id "
                         "policy since until actor reason")  # fmt: skip

@@ -29,7 +29,7 @@ from spectune.traces.files import replacing
 from spectune.traces.schema import Step
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.followed import Arrivals, Arrived, Figures, Place, added
-from spectune.traces.store.recordings import digest_of
+from spectune.traces.store.recordings import digest_of, sums_of
 from spectune.traces.tables import FollowedServer
 from spectune.traces.text import one_line
 
@@ -371,14 +371,7 @@ def figures_of(line: Line, steps: Sequence[Step]) -> Figures:
     counts = {"requests": 1.0, "n_prompt": n_prompt, "n_output": n_output}
     figures: Figures = {line.category: {steps[0].policy if steps else "": counts}}
     for step in steps:
-        sums = {
-            "rounds": 1,
-            "drafted": step.drafted,
-            "accepted": step.accepted,
-            "emitted": step.emitted,
-            "seconds": step.round_s,
-        }
-        figures = added(figures, {line.category: {step.policy: sums}})
+        figures = added(figures, {line.category: {step.policy: sums_of([step])}})
     return figures
 
 

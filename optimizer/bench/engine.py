@@ -347,6 +347,7 @@ def run_of(load: str, simulated: Simulated) -> Run:
             drafted_tokens=drafted,
             draft_steps=drafted,
             verified_tokens=drafted + rounds + requests,
+            prompt_steps=requests,
         ),
     )
 

@@ -25,6 +25,8 @@ OF_REQUEST = (
     "tokens_per_s",
 )
 """Columns of a request that a table shows."""
+OTHER_LOAD = 1.25
+"""From how many times as many requests a step on tokens/s do not compare."""
 
 
 def filter_of(s: Filter) -> TraceFilter:
@@ -92,7 +94,9 @@ def stats(s: TracesStats, talk: Talk) -> Result:
     with open_store(s) as store:
         if s.speed or ("policy" in names and not s.executed):
             rows = query.speed(store, filter_of(s), names)
-            columns: tuple[str, ...] = ("requests", "seconds", "tokens_per_s", "tau", "acceptance")
+            figures = ("seconds", "tokens_per_s", "tau", "acceptance")
+            columns: tuple[str, ...] = ("requests", "mean_batch", *figures)
+            _tell_loads([row["mean_batch"] for row in rows], names, talk)
         else:
             rows = query.acceptance(store, filter_of(s), names, executed=s.executed)
             if not rows and not (s.executed or {"draft", "policy"} & {*(s.by or "").split(",")}):
@@ -107,6 +111,17 @@ def stats(s: TracesStats, talk: Talk) -> Result:
     ]
     by = [k for k in (rows[0] if rows else ()) if k in (*query.GROUPS.values(), "policy")]
     return listed("stats", rows, Table(shown, (*by, *columns), "stats"))
+
+
+def _tell_loads(batches: list[float], names: list[str], talk: Talk) -> None:
+    """Notes where rows were served at different loads, with more requests a step one than
+    another."""
+    if batches and max(batches) > OTHER_LOAD * min(batches):
+        parts = f"; --by {','.join((*names, 'batch'))} parts them" * ("batch" not in names)
+        talk.tell(
+            f"{min(batches):.1f} to {max(batches):.1f} requests shared a step: tokens/s of rows "
+            f"with other batches do not compare{parts}"
+        )
 
 
 def export(s: TracesExport, talk: Talk) -> Result:

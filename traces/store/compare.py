@@ -38,7 +38,7 @@ def compare(
     rows: list[dict[str, Any]] = [
         {
             "name": name,
-            **dict(zip(SUMS, [*map(int, sums[:4]), sums[4]], strict=True)),
+            **{k: v if k == "seconds" else int(v) for k, v in zip(SUMS, sums, strict=True)},
             **rates(*sums),
         }
         for name, sums in zip((left, right), both.sum(1).tolist(), strict=True)
@@ -75,7 +75,8 @@ def _decoded(store: TraceStore, name: str, only: TraceFilter) -> dict[str, list[
     for run in map(store.get_run, () if found else runs):
         for of in run.outcome.per_request:
             n, before = of.counts, found.get(of.request_id, [0.0] * len(SUMS))
-            sums = [n.rounds, n.drafted_tokens, n.accepted_tokens, n.emitted_tokens, n.seconds]
+            tokens = n.drafted_tokens, n.accepted_tokens, n.emitted_tokens
+            sums = [n.rounds, *tokens, n.seconds, n.prompt_steps]
             found[of.request_id] = [a + b for a, b in zip(before, sums, strict=True)]
     found = {request: sums for request, sums in found.items() if sums[0] and sums[4]}
     if not found:

@@ -13,7 +13,17 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, FromClause, Select, func, or_, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    Double,
+    FromClause,
+    Select,
+    cast,
+    func,
+    or_,
+    select,
+    tuple_,
+)
 
 from spectune.db import CorruptedChunkError
 from spectune.traces.acceptance import FirstPosition, Survival
@@ -32,9 +42,11 @@ GROUPS: Final = {
     "recording": "recording_id",
     "pair": "pair_id",
     "source": "source",
+    "batch": "batch",
 }
-"""What answers are grouped by, and the column of each. Panoramas are of no policy."""
-SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds")
+"""What answers are grouped by, and the column of each; ``batch``: the requests in a step, in the
+mean of a request's, rounded. Panoramas are of no policy and of no batch."""
+SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds", "prompts")
 """Columns of the rounds that a policy decoded a request by."""
 
 
@@ -117,13 +129,17 @@ def requests(
 def speed(
     store: TraceStore, only: TraceFilter = EVERYTHING, by: Sequence[str] = ("policy", "day")
 ) -> list[Row]:
-    """Tokens/s and tau of the executed rounds, a row per group (:data:`GROUPS` but ``draft``)."""
+    """Tokens/s and tau of the executed rounds, a row per group (:data:`GROUPS` but ``draft``), with
+    ``mean_batch``, the mean number of requests in a step. Tokens/s are those served in the seconds
+    of the steps, which requests that share a step share, so they grow with the load."""
     c = REQUESTS.c
     keys = [c[name] for name in _columns_of(by, REQUESTS)]
     label = [func.min(c.policy).label("policy")] if "policy" in by else []
     sums = [func.sum(c[name]).label(name) for name in SUMS]
+    batch = cast(func.sum(c.batches), Double) / func.sum(c.rounds)
+    counts = func.count().label("requests"), batch.label("mean_batch")
     query = (
-        select(*keys, *label, func.count().label("requests"), *sums)
+        select(*keys, *label, *counts, *sums)
         .where(*conditions_of(store, REQUESTS, only), c.rounds > 0)
         .group_by(*keys)
         .order_by(*keys)
@@ -178,7 +194,9 @@ def _executed(store: TraceStore, only: TraceFilter) -> Iterator[Row]:
     for row in _texts(store, only, Trajectory, Trajectory.by_policy):
         for policy, sums in row["by_policy"].items():
             if chosen(policy):
-                yield {**row, "policy_id": policy, **sums["by_position"], "starts": sums["rounds"]}
+                starts, batch = sums["rounds"] - sums["prompts"], sums["batches"] / sums["rounds"]
+                of = {"policy_id": policy, "starts": starts, "batch": round(batch)}
+                yield {**row, **of, **sums["by_position"]}
 
 
 def first_positions(store: TraceStore, recording: str) -> dict[str, FirstPosition]:
@@ -225,11 +243,13 @@ def in_force(store: TraceStore, deployment: str | None = None) -> list[Row]:
     return list(_rows(store, query))
 
 
-def rates(rounds: int, drafted: int, accepted: int, emitted: int, seconds: float) -> Row:
-    """What sums of executed rounds come to."""
+def rates(
+    rounds: int, drafted: int, accepted: int, emitted: int, seconds: float, prompts: int
+) -> Row:
+    """What sums of executed rounds come to (:data:`SUMS`)."""
     return {
         "tokens_per_s": emitted / seconds if seconds else None,
-        "tau": emitted / rounds,
+        "tau": (emitted - prompts) / (rounds - prompts) if rounds > prompts else None,
         "acceptance": accepted / drafted if drafted else None,
     }
 

@@ -372,8 +372,9 @@ def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[st
         by_position = {
             k: compact(v) for k, v in asdict(step_survival(rounds)).items() if k != "starts"
         }
-        by_policy[policy] = _sums(rounds) | {"by_position": by_position}
-    total = {name: value for name, value in _sums(steps).items() if name != "emitted"}
+        by_policy[policy] = sums_of(rounds) | {"by_position": by_position}
+    columns = ("rounds", "drafted", "accepted", "seconds")
+    total = {name: value for name, value in sums_of(steps).items() if name in columns}
     return {
         **{name: getattr(t, name) for name in (*_OF_REQUEST, "verifier", "stop_strings")},
         "n_prompt": len(t.prompt_ids),
@@ -384,12 +385,20 @@ def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[st
     }
 
 
-def _sums(steps: Sequence[Step]) -> dict[str, Any]:
+def sums_of(steps: Sequence[Step]) -> dict[str, Any]:
+    """What is summed of rounds. ``prompts``: those that read a prompt; ``batches``: the sum of
+    their batch sizes; ``seconds``: :attr:`Step.own_s`."""
     # Plain numbers: SQLite's driver takes numpy's for bytes.
     sums = {
         of: int(sum(getattr(s, of) for s in steps)) for of in ("drafted", "accepted", "emitted")
     }
-    return {"rounds": len(steps), **sums, "seconds": float(sum(s.round_s for s in steps))}
+    return {
+        "rounds": len(steps),
+        **sums,
+        "seconds": float(sum(s.own_s for s in steps)),
+        "prompts": int(sum(s.reads_prompt for s in steps)),
+        "batches": int(sum(s.batch for s in steps)),
+    }
 
 
 def _summary(panorama: Panorama, verifier: Verifier) -> dict[str, Any]:
