@@ -18,13 +18,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a policy is put in force: on a device, in a deployment, in place of ``over`` (None: of
-    nothing that was published, but of what a server that runs ``serves`` by itself)."""
+    """Where a policy is put in force: on a device, in a deployment of an ``engine``, in place of
+    the publication ``over`` (None: nothing was published there). ``serves``: what a server that
+    runs drafts now; None: not known. The native decoder drafts nothing without a publication, a
+    server of another engine what it was started with."""
 
     device: str
     deployment: str
     over: Publication | None
     serves: Policy | None = None
+    engine: str = "native"
+
+    def stays(self, unusable: str) -> str:
+        """What goes on where nothing is proved. ``unusable``: why what is published cannot run;
+        empty where it can."""
+        if self.over is not None and not unusable:
+            return "the incumbent stays"
+        if self.serves is not None:
+            return "what the server drafts stays"
+        if self.engine == "native":
+            return "decoding without a draft stays"
+        return f"nothing is published, and servers of {self.deployment} go on as they were started"
+
+    def reference(self, unusable: str) -> str:
+        """What it is compared with where it is not known what the deployment does; else empty."""
+        known = (self.over is not None and not unusable) or self.serves is not None
+        if known or self.engine == "native":
+            return ""
+        return (
+            f"what servers of deployment {self.deployment} draft by themselves is not known: this "
+            "compares with a server without a draft"
+        )
 
 
 def check_server(url: str | None, folder: str | None, engine: str | None) -> None:

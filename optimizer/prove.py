@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sqlalchemy.orm import Session
@@ -26,7 +26,7 @@ from spectune.optimizer.confirm import (
 from spectune.optimizer.deployment import Place, refusal
 from spectune.optimizer.profiles import common_factor
 from spectune.optimizer.race import PASSES, Comparison, fastest_of, race
-from spectune.optimizer.report.words import confirmed_in_words
+from spectune.optimizer.report.words import confirmed_in_words, counted
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -52,13 +52,27 @@ class ProveOptions:
 @dataclass(frozen=True)
 class Raced:
     """The ``candidates`` by role, the ``winner`` and the ``incumbent`` among them, and the race,
-    which took so many ``seconds``."""
+    which took so many ``seconds``. ``unit``, ``gain``: as the bench has them."""
 
     candidates: tuple[Candidate, ...]
     winner: Candidate
     incumbent: Candidate
     race: Comparison
     seconds: float
+    unit: str
+    gain: str
+
+    @property
+    def unproved(self) -> str:
+        """Why nothing was confirmed where the incumbent won: nobody was faster, or nobody beyond
+        noise; and what would tell more."""
+        timings, incumbent = self.race.timings, self.incumbent.policy.id
+        executed, units = self.incumbent.units, len(timings.seconds[incumbent])
+        faster = "no executed policy was faster than the incumbent"
+        if timings.leader([incumbent, *self.race.survivors]) == incumbent:
+            return f"{faster} on {counted(executed, self.unit)}"
+        more = "raise --budget" if executed < units else "give more requests"
+        return f"{faster} beyond noise on {counted(executed, self.unit)}: {more} to tell"
 
 
 def run_race(
@@ -104,6 +118,7 @@ def run_race(
             timings.ratio(policy.id, AUTOREGRESSIVE.id),
             timings.ratio(policy.id, leader, projected=True),
             policy.id in comparison.survivors,
+            int((~np.isnan(timings.seconds[policy.id])).any(1).sum()),
         )
         for role, policy in roles.items()
     }
@@ -115,7 +130,8 @@ def run_race(
     )
     winner = next(c for c in candidates.values() if c.policy.id == fastest.id)
     base = next(c for c in candidates.values() if c.policy.id == incumbent.id)
-    return Raced(tuple(candidates.values()), winner, base, comparison, seconds)
+    about = comparison, seconds, bench.unit, bench.gain
+    return Raced(tuple(candidates.values()), winner, base, *about)
 
 
 def confirm_winner(
@@ -166,25 +182,25 @@ def confirm_winner(
         return confirmation, raced.race.texts + execution.texts
 
 
-def decide(
-    winner: Candidate,
-    incumbent: Candidate,
-    confirmed: Confirmation | None,
-    *,
-    in_force: bool,
-    publish: bool = True,
-) -> tuple[Candidate, str, bool]:
-    """(what is to be in force, why, whether that is to be published now). ``in_force``: whether the
-    incumbent is published already; ``publish``: whether this tuning publishes anything."""
-    reason = "no executed policy is faster than the incumbent"
-    if confirmed is not None:
-        names = [c.policy.label() for c in (winner, incumbent)]
-        reason = confirmed_in_words(confirmed.to_json(), *names)
-        if not confirmed.against:
-            return winner, reason, publish
-    first = "autoregression is published" if publish else "decoding without a draft stays"
-    stays = "the incumbent stays" if in_force else first
-    return incumbent, f"{reason}; {stays}", publish and not in_force
+class Decision(NamedTuple):
+    """What is to be in force, why, and whether it takes the place of what is."""
+
+    candidate: Candidate
+    reason: str
+    replaces: bool
+
+
+def decide(raced: Raced, confirmed: Confirmation | None, stays: str) -> Decision:
+    """The winner, where it is confirmed to be faster than the incumbent; else what the deployment
+    does ``stays`` (in words), also where that is not published."""
+    winner, incumbent = raced.winner, raced.incumbent
+    if confirmed is None:
+        return Decision(incumbent, f"{raced.unproved}; {stays}", False)
+    names = [c.policy.label() for c in (winner, incumbent)]
+    reason = confirmed_in_words(confirmed.to_json(), *names, raced.gain)
+    if confirmed.against:
+        return Decision(incumbent, f"{reason}; {stays}", False)
+    return Decision(winner, reason, True)
 
 
 def conclude(
@@ -201,27 +217,27 @@ def conclude(
     evidence: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> Tuned:
-    """The results, published where the winner is to take the place of what is in force and that is
-    still what it was compared with: with its evidence and the ``sampling`` that it was tuned for,
-    once per idempotency key. ``unusable``: why what is in force cannot be the incumbent, if it
-    cannot; ``doubts``: what else is to be said; ``evidence``: what is stored with the publication
-    beside the results; ``about``: further fields of :class:`Tuned`."""
-    in_force = (place.over is not None and not unusable) or place.serves is not None
-    candidate, reason, publish = decide(
-        raced.winner, raced.incumbent, confirmed, in_force=in_force, publish=options.publish
-    )
+    """The results, published where the winner is to take the place of what the deployment does and
+    that is still what it was compared with: with its evidence and the ``sampling`` that it was
+    tuned for, once per idempotency key. ``unusable``: why what is in force cannot be the incumbent,
+    if it cannot; ``doubts``: what else is to be said; ``evidence``: what is stored with the
+    publication beside the results; ``about``: further fields of :class:`Tuned`."""
+    decision = decide(raced, confirmed, place.stays(unusable))
+    said = unusable, place.reference(unusable), doubts, decision.reason
     tuned = Tuned(
-        winner=candidate,
+        winner=decision.candidate,
         incumbent=raced.incumbent,
         candidates=raced.candidates,
         confirmed=confirmed,
-        reason="; ".join(filter(None, (unusable, doubts, reason))),
+        reason="; ".join(filter(None, said)),
         common_factor=common_factor(raced.race.timings),
+        unit=raced.unit,
+        gain=raced.gain,
         **about,
     )
-    policy = candidate.policy
+    policy = decision.candidate.policy
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    if not publish:
+    if not (decision.replaces and options.publish):
         return tuned
     if refused := refusal(place.deployment, policy):
         return replace(tuned, blocked=refused)

@@ -72,15 +72,16 @@ def gather(
     store: TraceStore,
     pair_id: str,
     window: timedelta,
-    sample: int = SAMPLE,
+    sample: int | None = None,
     *,
     key: str,
     engine: str | None = None,
     tell: Tell = lambda line: None,
 ) -> str:
-    """Stores a recording of what a pair decoded within ``window``, a random sample of the requests
-    that are :func:`of_one_sampling`, with their rounds and panoramas; its id. Of an ``engine`` that
-    is named the last of its requests: they arrived as they did.
+    """Stores a recording of what a pair decoded within ``window``, a random ``sample`` of the
+    requests that are :func:`of_one_sampling` (None: :data:`SAMPLE`), with their rounds and
+    panoramas; its id. Of an ``engine`` that is named the last of its requests: they arrived as they
+    did. ``tell`` is told how many were left out.
 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
     nothing was recorded, or only what an engine sampled, which nothing decodes again here.
@@ -106,10 +107,16 @@ def gather(
             "--record`"
         )
     chosen = of_one_sampling(ours, tell)
-    latest = chosen[-1]
-    picked = list(range(len(chosen)))[-sample:]
+    latest, most = chosen[-1], sample or SAMPLE
+    picked = list(range(len(chosen)))[-most:]
     if engine is None:
-        picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:sample].tolist())
+        picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:most].tolist())
+    if len(picked) < len(chosen):
+        which = "a sample of" if engine is None else "the last"
+        tell(
+            f"recorded traffic has {len(chosen)} requests: this takes {which} {len(picked)} "
+            "(`tune --limit` says how many)"
+        )
     items: dict[tuple[str, bytes], Appended] = {}
     panoramas = []
     damaged: list[Skipped] = []
@@ -125,8 +132,10 @@ def gather(
     if not items:
         raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
     options = {**store.get_recording(latest.recording).options, "gathered": key}
-    most = max(text.max_new_tokens for _, text, _ in items.values())
-    asked = Asked(pair_id, None, latest.sampling, most, latest.verifier, options, source="gathered")
+    longest = max(text.max_new_tokens for _, text, _ in items.values())
+    asked = Asked(
+        pair_id, None, latest.sampling, longest, latest.verifier, options, source="gathered"
+    )
     info = store.create_recording(asked)
     store.append_trajectories(info.id, list(items.values()))
     store.put_panoramas(info.id, panoramas)

@@ -23,6 +23,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import TraceError
+from spectune.traces.sanity import checked
 from spectune.traces.store import TraceStore
 from spectune.traces.store.confirmations import count_confirmation
 from spectune.traces.tables import DESIGNED, Recording
@@ -153,7 +154,12 @@ def prove_load(
     categories = [text.category for text in bench.trace.trajectories]
     of = bench.trace.conversations
     check_sample_size(categories, publish=options.publish, parts=bench.parts, of=of)
-    otherwise = "no speculation is the incumbent"
+    workload = checked(bench.recorded)
+    for line in workload.lines():
+        options.tell(line)
+    otherwise = "what the server drafts is the incumbent"
+    if place.serves is None:
+        otherwise = "no speculation is the incumbent"
     incumbent, unusable = in_force(place.over, bench.check, otherwise)
     if place.serves is not None and (place.over is None or unusable):
         incumbent = place.serves
@@ -180,6 +186,7 @@ def prove_load(
         search_requests=len(bench.parts.search),
         trials=len(search.study.trials),
         earlier_confirmations=earlier,
+        workload=workload,
     )
     _store_runs(store, bench, raced, place, tuned)
     return tuned, {"executed": figures}
@@ -246,7 +253,8 @@ def place_of(store: TraceStore, info: Recording, deployment: str) -> Place:
     """Where a policy for the engine of a recording is put in force: on the device that was
     recorded, else on this machine's."""
     device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
-    return Place(device, deployment, store.active_publication(info.pair_id, device, deployment))
+    over = store.active_publication(info.pair_id, device, deployment)
+    return Place(device, deployment, over, engine=info.engine)
 
 
 def with_servers(search: LoadSearch, spec: PairSpec, threads: int | None) -> LoadSearch:

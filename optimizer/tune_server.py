@@ -114,6 +114,10 @@ def put_published(
     writer.look()
     deadline = time.monotonic() + IN_FORCE_S
     while writer.status is None or writer.status.in_force.version != writer.version:
+        refused = writer.status and writer.status.refused
+        if refused and refused.version == writer.version:
+            tell(f"publication {writer.version} is refused by {server.url}: {refused.reason}")
+            return
         if time.monotonic() > deadline:
             tell(f"publication {writer.version} is not in force yet on {server.url}")
             return

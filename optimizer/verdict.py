@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.confirm import Confirmation
+from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.timings import finite
 from spectune.runtime.policies.document import Policy
@@ -30,6 +31,7 @@ class Candidate:
     incumbent's, with a 95% interval over requests, and ``over_plain`` over autoregression's, each
     on the race's requests that both were executed on. ``raced`` is its speed over the leader's,
     projected to all of the race's requests, and ``survived`` says whether the race ended with it.
+    ``units``: how many units of the bench it was executed on in the race.
     ``predicted`` is by the profile as it was measured, and None where the recording lacks what it
     is replayed from. The best of many is flattered by these:
     :class:`optimizer.confirm.Confirmation` is what counts."""
@@ -42,19 +44,20 @@ class Candidate:
     over_plain: tuple[float, float, float] = (1.0, 1.0, 1.0)
     raced: tuple[float, float, float] = (1.0, 1.0, 1.0)
     survived: bool = True
+    units: int = 0
 
     @property
     def predicted_tokens_per_s(self) -> float | None:
         return None if self.predicted is None else self.predicted.total.tokens_per_s
 
-    def to_json(self, common_factor: float) -> dict[str, Any]:
-        """``common_factor``: :attr:`Tuned.common_factor`."""
+    def to_json(self, factor: float | None) -> dict[str, Any]:
+        """``factor``: :attr:`Tuned.factor`."""
         predicted = self.predicted_tokens_per_s
         return {
             "role": self.role,
             **described(self.policy),
             "predicted_tokens_per_s": predicted,
-            "predicted_after_factor_tokens_per_s": predicted and predicted * common_factor,
+            "predicted_after_factor_tokens_per_s": predicted and factor and predicted * factor,
             "measured_tokens_per_s": self.executed.total.tokens_per_s,
             "measured_interval": list(self.executed.tokens_per_s_interval()),
             "mean_accepted_length": self.executed.total.mean_accepted_length,
@@ -66,7 +69,7 @@ class Candidate:
             "ratio_to_leader": self.raced[0],
             "ratio_to_leader_interval": finite(self.raced[1:]),
             "left_in_race": self.survived,
-            "executed_requests": len(self.executed.per_request),
+            "executed_requests": self.units,
         }
 
 
@@ -79,7 +82,8 @@ class Tuned:
     ``common_factor``: :func:`optimizer.profiles.common_factor` of the race.
     ``earlier_confirmations``: on the requests that were held out, by tunings before.
     ``rejection``: the best chain of that verifier, or why it was not tried; None at temperature 0,
-    where it is in use, and on an engine."""
+    where it is in use, and on an engine. ``unit``, ``gain``: as the bench has them: a unit need not
+    be a request, nor a ratio one of speeds."""
 
     winner: Candidate
     incumbent: Candidate
@@ -99,34 +103,54 @@ class Tuned:
     common_factor: float = 1.0
     rejection: RejectionChain | NotTried | None = None
     earlier_confirmations: int = 0
+    unit: str = "requests"
+    gain: str = AS_FAST
 
     @property
     def test_requests(self) -> int:
-        """Most requests that a policy was executed on in the race."""
-        return max(len(c.executed.per_request) for c in self.candidates)
+        """Most units that a policy was executed on in the race."""
+        return max(c.units for c in self.candidates)
+
+    @property
+    def _predicted_ratios(self) -> list[float]:
+        """Predicted over executed speed of each policy of which one was predicted."""
+        unique = {c.policy.id: c for c in self.candidates}.values()
+        return [
+            c.predicted_tokens_per_s / c.executed.total.tokens_per_s
+            for c in unique
+            if c.predicted_tokens_per_s and c.executed.total.tokens_per_s
+        ]
+
+    @property
+    def factor(self) -> float | None:
+        """The common factor where predicted speeds are nearer to those executed after it: in the
+        median, and the farthest no farther. None where they are not."""
+        ratios = self._predicted_ratios
+        if not ratios:
+            return None
+        (median_before, largest_before), (median_after, largest_after) = (
+            _errors(ratios, factor) for factor in (1.0, self.common_factor)
+        )
+        helps = median_after < median_before and largest_after <= largest_before
+        return self.common_factor if helps else None
 
     @property
     def prediction(self) -> dict[str, Any] | None:
         """How far predicted speeds are off those executed, relative, of the policies of which one
         was predicted: as predicted, and after one common factor that is fitted to the same
-        executions. None where nothing was predicted."""
-        unique = {c.policy.id: c for c in self.candidates}.values()
-        ratios = [
-            c.predicted_tokens_per_s / c.executed.total.tokens_per_s
-            for c in unique
-            if c.predicted_tokens_per_s and c.executed.total.tokens_per_s
-        ]
+        executions, where that helps. None where nothing was predicted."""
+        ratios, factor = self._predicted_ratios, self.factor
         if not ratios:
             return None
-        before = [abs(ratio - 1) for ratio in ratios]
-        after = [abs(ratio * self.common_factor - 1) for ratio in ratios]
+        before = _errors(ratios)
+        after = (None, None) if factor is None else _errors(ratios, factor)
         return {
             "policies": len(ratios),
-            "median_error": median(before),
-            "largest_error": max(before),
-            "common_factor": self.common_factor,
-            "median_error_after_factor": median(after),
-            "largest_error_after_factor": max(after),
+            "median_error": before[0],
+            "largest_error": before[1],
+            "common_factor": factor,
+            "median_error_after_factor": after[0],
+            "largest_error_after_factor": after[1],
         }
 
     @property
@@ -141,7 +165,7 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
         ``published``, and the evidence."""
-        winner, factor = self.winner, self.common_factor
+        winner, factor = self.winner, self.factor
         baselines = [c for c in self.candidates if not c.role.startswith("finalist")]
         return {
             "winner": described(winner.policy),
@@ -163,8 +187,16 @@ class Tuned:
             "study": self.study,
             "search_requests": self.search_requests,
             "test_requests": self.test_requests,
+            "unit": self.unit,
+            "gain": self.gain,
             "trials": self.trials,
             "texts": self.texts.to_json(),
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
         }
+
+
+def _errors(ratios: Sequence[float], factor: float = 1.0) -> tuple[float, float]:
+    """Median and largest distance from 1 of ratios times a factor."""
+    errors = [abs(ratio * factor - 1) for ratio in ratios]
+    return median(errors), max(errors)

@@ -88,7 +88,10 @@ def profile(door: Door) -> str:
 
 @pytest.fixture(scope="module")
 def tuned(door: Door, folder: Path, recording: str, profile: str) -> dict[str, Any]:
-    """A first tuning, on as many requests as a publication needs."""
+    """A first tuning, on as many requests as a publication needs, where a slow policy is in
+    force."""
+    slow = {"draft": "small", "window": {"kind": "fixed", "gamma": 16}}
+    door.json("policies", "activate", json.dumps(slow))
     return door.json("tune", **SHORT, **QUICK, workload=folder / "long.jsonl")
 
 
@@ -191,8 +194,14 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert (tuned["confirmed"] is None) == (tuned["confirm_requests"] == 0)
     assert tuned["published"]["policy"] == tuned["winner"]["id"]
     assert tuned["published"]["deployment"] == "default"
-    (only,) = door.json("policies list")["publications"]
-    assert only["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "verifier": "coupled"}
+    newest = door.json("policies list")["publications"][0]
+    assert newest["policy"] == tuned["winner"]["id"]
+    assert newest["sampling"] == {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "verifier": "coupled",
+    }
     assert tuned["texts"]["differ"] == 0
     assert tuned["texts"]["compared"] > 0
     assert tuned["texts"]["dtype"] == "float32"
@@ -223,10 +232,11 @@ def test_policies_from_publication_to_rollback(
     door: Door, folder: Path, tuned: dict[str, Any]
 ) -> None:
     winner, first = tuned["winner"], tuned["published"]["version"]
+    slow = tuned["baselines"]["incumbent"]["id"]
     listed = door.json("policies list")["publications"]
     assert [(p["version"], p["active"], p["policy"]) for p in listed] == [
-        (first, True, winner["id"])
-    ]
+        (first, True, winner["id"]), (1, False, slow)
+    ]  # fmt: skip
     shown = door.json("policies show")
     assert shown["policy"] == winner["policy"]
     assert shown["publication"]["evidence"]["winner"] == winner
@@ -248,7 +258,7 @@ def test_policies_from_publication_to_rollback(
     assert back["version"] > second["version"]
     assert back["policy"] == winner["id"]
     listed = door.json("policies list")["publications"]
-    assert [p["policy"] for p in listed] == [winner["id"], second["policy"], winner["id"]]
+    assert [p["policy"] for p in listed] == [winner["id"], second["policy"], winner["id"], slow]
     assert listed[1]["reason"] == "a longer window"
     assert door.json("policies rollback", to=second["version"])["policy"] == second["policy"]
 
@@ -367,6 +377,17 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     assert door.call(*shlex.split(words)[1:]).exit_code == 0, "what is printed can be typed"
 
 
+def test_what_is_due_and_fails_is_told_by_the_exit_status(door: Door, folder: Path) -> None:
+    """For cron and systemd: too few requests, here."""
+    work = write_workload(folder / "few.jsonl", 3)
+    door.json("schedule add failing --now", workload=work, cron="@daily", trials=2)
+    ran = door.call("schedule run --once", json=True)
+    assert (ran.exit_code, one_object(ran.stdout)["failed"]) == (1, 1)
+    assert "failed: too few requests to search, race and confirm" in ran.stderr
+    door.json("schedule remove failing")
+    assert door.call("schedule run --once").exit_code == 0
+
+
 def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None:
     law = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 3, "verifier": "rejection"}
     texts = {"stop": "END", "no_chat": True, "max_new_tokens": 40}
@@ -467,6 +488,11 @@ def test_what_was_decoded_lately_can_be_tuned_on(
     gathered = next(r for r in door.json("traces list")["recordings"] if r["id"] == name)
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert 6 <= gathered["n_requests"] <= 200
+    found = door.call("tune", **QUICK, since="24h", limit=4, no_publish=True, report="none")
+    few = next(r for r in door.json("traces list")["recordings"] if r["id"] == given[1][2])
+    assert few["n_requests"] == 4
+    assert "this takes a sample of 4 (`tune --limit` says how many)" in found.stderr
+    assert "no effect" not in found.stderr
     both = {"since": "24h", "recording": recording}
     assert "give either --recording or --set since=AGE" in door.call("tune", **QUICK, **both).stderr
 

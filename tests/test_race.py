@@ -227,6 +227,7 @@ class Loads:
     draft takes another server."""
 
     by_size, block, spread, unit = False, 1, 0.02, "runs"
+    gain = "times the goodput of"
 
     def __init__(self, cost: dict[str, float]) -> None:
         self.cost, self.servers = cost, list[str]()

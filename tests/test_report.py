@@ -24,12 +24,22 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.terminal import Terminal
 from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.confirm import Confirmation
-from spectune.optimizer.report.tuning import TuningReport, page
-from spectune.optimizer.report.words import closing, confirmed_in_words, policy_in_words
+from spectune.optimizer.report.tuning import TuningReport, deploy_command, page
+from spectune.optimizer.report.words import (
+    AT_A_RATE,
+    GAINS,
+    closing,
+    confirmed_in_words,
+    headline,
+    policy_in_words,
+    reasons,
+    savings,
+)
 from spectune.optimizer.texts import ComparedTexts
 from spectune.optimizer.verdict import Candidate, Tuned
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Counts, Outcome, RequestOutcome
 from spectune.traces.tables import Study
 
@@ -50,7 +60,8 @@ def candidate(
         for kind, speed in (("executed", 1), ("replayed", 2))
     )  # fmt: skip
     over, (low, middle, high) = (ratio,) * 3, raced
-    return Candidate(role, policy, predicted, executed, over, over, (low, middle, high), survived)
+    about = (low, middle, high), survived, len(seconds)
+    return Candidate(role, policy, predicted, executed, over, over, *about)
 
 
 PLAIN = candidate(
@@ -73,7 +84,7 @@ def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate, **mor
     return Tuned(
         winner, incumbent, candidates, "rec-1", "study-1",
         texts=ComparedTexts(0, 4, "float32"), search_requests=6, trials=9,
-        reason=why(more.get("confirmed"), incumbent), common_factor=0.5, **more,
+        **{"reason": why(more.get("confirmed"), incumbent), "common_factor": 0.5, **more},
     )  # fmt: skip
 
 
@@ -176,7 +187,7 @@ SLIGHT = results(SLOWER, SLOWER, confirmed=Confirmation(FAST.id, (1.02, 0.97, 1.
 LATE = "version 7 came into force meanwhile and was not compared, so it stays"
 AHEAD = replace(SLOWER, raced=(1.01, 0.9, 1.1), survived=True)
 TIED = (WINNER, AHEAD, PLAIN, replace(PLAIN, role="incumbent"))
-SIMPLER = "small fixed(gamma=8) was 1.0% ahead in the race, within noise: of equals the simpler "
+SIMPLER = "was 1.0% ahead in the race, as projected to all of its requests, within noise: of equals"
 PUBLISHED = {"published": {"version": 3}}
 DEPLOY = "Deploy this: small fixed(gamma=4), 1.50 times as fast as decoding without a draft"
 KEEP = "Keep small fixed(gamma=8): no faster policy was confirmed"
@@ -220,8 +231,85 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     assert last_line in last
     assert last.endswith(" # decodes with it cli.py run --policy active")
     winner = html.unescape(" ".join(re.findall('<tr class="winner">.*?</tr>', text, re.DOTALL)))
-    assert ">winner" in winner
+    assert (">winner" if first.startswith("Deploy") else ">kept") in winner
     assert stored.evidence["tuned"]["winner"]["label"] in winner
+
+
+@pytest.mark.parametrize(
+    ("gain", "told"),
+    [
+        (GAINS["throughput"], "times as fast as"),
+        (GAINS["tpot"], "times as fast per output token as"),
+        (GAINS["goodput"], "times the goodput of"),
+        (AT_A_RATE, "times the tokens/s of"),
+    ],
+)
+def test_a_gain_is_told_by_what_was_measured(gain: str, told: str) -> None:
+    """Device hours are saved where the same work takes less time; units need not be requests."""
+    said = confirmed_in_words(replace(CONFIRMED, unit="runs").to_json(), "a", "b", gain)
+    assert f"a was 1.500 {told} b (99% interval 1.250 to 2.000) on 7 runs held out" in said
+    made = replace(FASTER, gain=gain, unit="runs", reason=said)
+    first = f"Deploy this: small fixed(gamma=4), 1.50 {told} decoding without a draft"
+    assert headline(made.to_json()) == first
+    saved = " ".join(savings(made.to_json(), "cuda", load="poisson:4"))
+    assert ("GPU hours per million tokens" in saved) == (gain == GAINS["throughput"])
+    shown = printed(tuning_result(made))
+    assert "3 executed on 4 runs with others" in shown
+    assert re.search(r"│ *runs *│|┃ *runs *┃", shown)
+
+
+def test_the_winner_is_compared_with_all_that_was_executed_alike() -> None:
+    """By category too; where nothing won nobody is said to be the fastest."""
+    speeds = {WINNER: 80.0, PLAIN: 50.0, AHEAD: 90.0}
+
+    def pages(made: Tuned) -> str:
+        stored = report(made)
+        by_policy = {c.policy.id: {"code": v, "prose": 60.0} for c, v in speeds.items()}
+        by_policy[AHEAD.policy.id]["prose"] = 10.0
+        by_policy[WINNER.policy.id]["prose"] = 61.0
+        stored.evidence["categories"] = by_policy
+        return html.unescape(page(stored))
+
+    ahead = replace(AHEAD, units=4)
+    raced = (WINNER, ahead, PLAIN, replace(PLAIN, role="incumbent"))
+    text = pages(tuned(WINNER, PLAIN, *raced, confirmed=CONFIRMED))
+    assert "The winner is fastest in 1 of 2 categories" in text
+    assert "of 3 policies that were executed on the same requests" in text
+    assert "The winner" not in pages(results(PLAIN, PLAIN))
+
+
+def test_one_factor_is_told_where_predictions_are_nearer_after_it() -> None:
+    """That which is fitted to requests may take policies farther off."""
+    made = replace(FASTER, common_factor=0.4)  # 100% off as predicted, 20% after it
+    assert made.to_json()["prediction"]["median_error_after_factor"] == pytest.approx(0.2)
+    worse = replace(FASTER, common_factor=2.0)
+    prediction = worse.to_json()["prediction"]
+    assert (prediction["common_factor"], prediction["largest_error"]) == (None, 1.0)
+    text = printed(tuning_result(worse))
+    assert "were off by 100.0% in the median of 3 policies\n" in text
+    assert "factor" not in text
+    assert [c["predicted_after_factor_tokens_per_s"] for c in worse.to_json()["candidates"]] == [
+        None
+    ] * 4
+
+
+def test_what_speaks_against_the_figures_stands_in_the_verdict() -> None:
+    doubtful = replace(FASTER, workload=Sanity(18, repetitive=18))
+    line = "Beware: 18 of 18 texts end in a cycle that repeats itself"
+    assert line in " ".join(closing(doubtful.to_json(), "here", []).split())
+    assert line in " ".join(reasons(doubtful.to_json()))
+    assert "Beware" not in closing(FASTER.to_json(), "here", [])
+
+
+def test_the_page_of_an_engine_names_no_command_of_the_native_decoder() -> None:
+    stored = report(replace(FASTER, unit="runs"), **PUBLISHED)
+    stored.evidence["about"] |= {"engine": "vLLM 0.32.0", "deployment": "vllm"}
+    text = html.unescape(page(stored))
+    assert re.findall("<pre>(.*)</pre>", text) == ["spectune policies list --deployment vllm"]
+    assert "6 requests to search, 4 runs to race, 7 runs to confirm" in text
+    stored.evidence["tuned"]["published"] = None
+    command, _ = deploy_command(stored)
+    assert command.endswith(f"{FAST.id} --pair demo --deployment vllm --device cuda")
 
 
 def test_two_policies_of_one_label_are_told_apart() -> None:
@@ -229,7 +317,8 @@ def test_two_policies_of_one_label_are_told_apart() -> None:
     second = parse_policy({**BY_PROMPT, "window": fixed(3)})
     assert first.label() == second.label()
     raced = [replace(SLOWER, policy=policy) for policy in (first, second)]
-    text = printed(tuning_result(tuned(raced[0], raced[0], *raced)))
+    incumbent = replace(raced[0], role="incumbent")
+    text = printed(tuning_result(tuned(raced[0], incumbent, *raced, incumbent)))
     assert all(f"{p.label()} [{p.id[:6]}]" in text for p in (first, second))
 
 

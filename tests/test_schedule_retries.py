@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from databases import put_in_force
 from doors import put_made_up_profile, write_workload
-from test_publishing import HOUR, T0, settings
+from test_publishing import HOUR, SLOW, T0, settings
 from trace_values import a_panorama, a_trajectory, damage
 
 from spectune.optimizer import schedule as schedules
@@ -113,9 +114,13 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     with pytest.raises(SystemExit, match="gather"):
         gather(Killed(store.database), pair.id, HOUR, 6, key="slot")
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9, 11)])
-    made = gather(store, pair.id, HOUR, 6, key="slot")
+    said: list[str] = []
+    made = gather(store, pair.id, HOUR, 6, key="slot", tell=said.append)
     held = [request.trajectory.request_id for request in store.iterate(made)]
     assert len(held) == len(set(held)) == 6
+    assert said == [
+        "recorded traffic has 11 requests: this takes a sample of 6 (`tune --limit` says how many)"
+    ]
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -207,11 +212,12 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         return schedules.run_worker(store.database, run, once=True, clock=lambda: T0 + HOUR)
 
     put_made_up_profile(store, pair)
+    put_in_force(store, pair.id, SLOW)
     with pytest.raises(SystemExit):
         at_work(dies)
-    (published,) = store.list_publications()
+    published, _ = both = store.list_publications()
     assert at_work(execute)["done"] == 1
-    assert store.list_publications() == (published,)
+    assert store.list_publications() == both
     (study,) = store.list_studies()
     assert schedules.history(store.database, hourly)[0].result == {
         "winner": published.document,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import optuna
@@ -12,8 +13,11 @@ import pytest
 from synthetic import chain_panorama, flat_profile
 
 from spectune.optimizer.confirm import Confirmation
+from spectune.optimizer.deployment import Place
 from spectune.optimizer.parts import mixed, split
-from spectune.optimizer.prove import decide
+from spectune.optimizer.prove import Raced, decide
+from spectune.optimizer.race import Comparison
+from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.search import (
     TIE,
     Study,
@@ -24,10 +28,12 @@ from spectune.optimizer.search import (
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import GROUPS, DraftLimits, Space, complexity, kind_of
+from spectune.optimizer.texts import ComparedTexts
+from spectune.optimizer.timings import Timings
 from spectune.optimizer.verdict import Candidate
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
-from spectune.traces.tables import Trajectory
+from spectune.traces.tables import Publication, Trajectory
 
 GAMMA_MAX = 8
 
@@ -152,33 +158,74 @@ def test_the_beginning_of_a_part_has_every_category() -> None:
         (1.4, 1.5, 4, "5 are needed"),
     ],
 )
-@pytest.mark.parametrize("published", [True, False])
-def test_only_a_confirmed_gain_is_published(
-    low: float, ratio: float, requests: int, why: str, published: bool
+def test_only_a_confirmed_gain_takes_the_place_of_what_a_deployment_does(
+    low: float, ratio: float, requests: int, why: str
 ) -> None:
-    """Whatever the race said: beyond noise, worth having, and on enough requests. Else the
-    incumbent stays, or is published as the first."""
+    """Whatever the race said: beyond noise, worth having, and on enough requests."""
     challenger = near("fixed", 3)
-    winner, incumbent = (
-        Candidate(role, p, *[Outcome(p.label(), "executed", ())] * 2, (2.0, 1.9, 2.1))
-        for role, p in (("finalist 1", challenger), ("incumbent", AUTOREGRESSIVE))
-    )
-    chosen, _, publish = decide(incumbent, incumbent, None, in_force=published)
-    assert (chosen, publish) == (incumbent, not published)
+    raced = raced_by(challenger, [0.5], challenger)
     confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
-    chosen, reason, publish = decide(winner, incumbent, confirmed, in_force=published)
+    decision = decide(raced, confirmed, "what was stays")
     faster = f"was {ratio:.3f} times as fast as autoregressive (98% interval {low:.3f} to"
-    assert faster in reason
-    assert f"on {requests} requests held out" in reason
+    assert faster in decision.reason
+    assert f"on {requests} requests held out" in decision.reason
     if why:
-        assert (chosen, publish) == (incumbent, not published)
-        assert why in reason
-        stays = "the incumbent stays" if published else "autoregression is published"
-        assert reason.endswith(stays)
-        _, shown, _ = decide(winner, incumbent, confirmed, in_force=published, publish=False)
-        assert "is published" not in shown
+        assert (decision.candidate, decision.replaces) == (raced.incumbent, False)
+        assert why in decision.reason
+        assert decision.reason.endswith("; what was stays")
     else:
-        assert (chosen, publish) == (winner, True)
+        assert (decision.candidate, decision.replaces) == (raced.winner, True)
+
+
+def raced_by(challenger: Policy, seconds: list[float], winner: Policy) -> Raced:
+    """A race over four requests, of which the first were executed by a challenger, in so many
+    seconds each, and by autoregression, the incumbent, in one."""
+    outcome, number = Outcome("", "executed", ()), len(seconds)
+    rows = {challenger.id: seconds, AUTOREGRESSIVE.id: [1.0] * number}
+    of = {name: np.array([[*row, *[np.nan] * (4 - number)]]).T for name, row in rows.items()}
+    made = [
+        Candidate("", policy, None, outcome, (1.0, 0.0, 2.0), units=number)
+        for policy in (challenger, AUTOREGRESSIVE)
+    ]
+    race = Comparison({}, ComparedTexts(0, 0, ""), Timings(of), tuple(rows))
+    won = made[winner == AUTOREGRESSIVE]
+    return Raced(tuple(made), won, made[1], race, 1.0, "requests", AS_FAST)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [
+        ([0.9], "was faster than the incumbent beyond noise on 1 request: raise --budget to tell"),
+        ([0.9, 1.2, 0.8, 1.0], "beyond noise on 4 requests: give more requests to tell"),
+        ([1.1, 1.2, 1.1, 1.2], "no executed policy was faster than the incumbent on 4 requests"),
+    ],
+)
+def test_where_the_incumbent_wins_a_race_it_is_said_how_much_was_seen(
+    seconds: list[float], why: str
+) -> None:
+    """That somebody was ahead of it is no contradiction then."""
+    raced = raced_by(near("fixed", 3), seconds, AUTOREGRESSIVE)
+    decision = decide(raced, None, "what was stays")
+    assert (decision.candidate, decision.replaces) == (raced.incumbent, False)
+    assert decision.reason.endswith(f"{why}; what was stays")
+
+
+def test_what_stays_is_what_the_deployment_does() -> None:
+    """An engine's servers draft as they were started; that is only compared with where it is
+    known."""
+    active = cast("Publication", SimpleNamespace(version=3))
+    for place, unusable, stays, compared in (
+        (Place("cpu", "default", active), "", "the incumbent stays", ""),
+        (Place("cpu", "default", active), "cannot run", "decoding without a draft stays", ""),
+        (Place("cpu", "default", None), "", "decoding without a draft stays", ""),
+        (Place("cpu", "v", None, near("fixed", 3), "vllm"), "", "what the server drafts stays", ""),
+        (Place("cpu", "v", active, None, "vllm"), "", "the incumbent stays", ""),
+        (Place("cpu", "v", None, None, "vllm"), "", "go on as they were started", "not known"),
+        (Place("cpu", "v", active, None, "vllm"), "no", "go on as they were started", "not known"),
+    ):
+        assert stays in place.stays(unusable)
+        assert compared in place.reference(unusable)
+        assert bool(compared) == bool(place.reference(unusable))
 
 
 FITS = {

@@ -19,6 +19,7 @@ from waiting import eventually
 from spectune.engines.vllm.follow import Follower
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair
+from spectune.runtime.policies.document import AUTOREGRESSIVE
 
 WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
 
@@ -51,6 +52,10 @@ def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path)
     assert all(load["off"] is None for load in told["loads"])
     assert told["published"] is not None, told["reason"]
     version = told["published"]["version"]
+    # While it searches, what the server drafts is its own again.
+    noted = fake.taken[: [number for number, _ in fake.taken].index(0)]
+    assert len(noted) > 3
+    assert AUTOREGRESSIVE.id not in {name for _, name in noted}, "which is raced"
     assert (fake.version, fake.policy) == (version, told["winner"]["id"])
     assert Path(told["report"]).exists()
     with opened(door.db) as store:
@@ -134,15 +139,20 @@ def test_what_is_wrong_is_one_line(
     door: Door, fake: FakeVllm, pair: LoadedPair, tmp_path: Path
 ) -> None:
     url, folder = ("--url", fake.url), ("--folder", fake.folder)
-    for words, line in (
+    words = ("--workload", tmp_path / "w.jsonl")
+    for given, line in (
         (url, "--url and --folder go together"),
-        ((*url, "--folder", tmp_path), "no agent has written status.json there; start vLLM with"),
-        (("--url", "http://127.0.0.1:9", *folder), "http://127.0.0.1:9: no server answers"),
+        (
+            (*url, "--folder", tmp_path, *words),
+            "no agent has written status.json there; start vLLM with",
+        ),
+        (("--url", "http://127.0.0.1:9", *folder, *words), "http://127.0.0.1:9: no server answers"),
         ((*url, *folder, "--engine", "openvino"), "--url names a server of vLLM"),
-        ((*url, *folder, "--arrivals", "clients:many"), "is no number above 0"),
-        ((*url, *folder, "--pair", "demo"), "but this server serves"),
+        ((*url, *folder, *words, "--arrivals", "clients:many"), "is no number above 0"),
+        ((*url, *folder, "--pair", "demo", *words), "but this server serves"),
+        ((*url, *folder), "say which by --workload FILE, or take what it served by --recording"),
     ):
-        assert line in door.refused("tune", *words)
+        assert line in door.refused("tune", *given)
     with served(tmp_path / "other", pair, None) as plain:
-        where = ("--url", plain.url, "--folder", plain.folder)
+        where = ("--url", plain.url, "--folder", plain.folder, *words)
         assert "drafts nothing; start it with --speculative-config" in door.refused("tune", *where)

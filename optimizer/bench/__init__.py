@@ -70,6 +70,11 @@ class Bench(Protocol):
     """What a unit is, in the plural."""
 
     @property
+    def gain(self) -> str:
+        """How a ratio of a policy's worth to another's is told, between the ratio and the other's
+        name."""
+
+    @property
     def spread(self) -> float:
         """The standard deviation, relative, of the error of a predicted ratio of two policies."""
 

@@ -18,6 +18,7 @@ from spectune.optimizer.bench import PartName, Prediction
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.on_engine import execute
 from spectune.optimizer.parts import Parts, recorded_parts
+from spectune.optimizer.report.words import AT_A_RATE, GAINS
 from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -71,6 +72,12 @@ class EngineBench:
     by_size = False
     block = 1
     unit = "runs"
+
+    @property
+    def gain(self) -> str:
+        if self.objective.kind == "throughput" and any(x.arrivals for x in self.loads.values()):
+            return AT_A_RATE
+        return GAINS[self.objective.kind]
 
     @cached_property
     def spread(self) -> float:

@@ -10,6 +10,7 @@ from functools import cached_property
 from spectune.optimizer.bench import PartName, Prediction
 from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.parts import Parts
+from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
@@ -26,6 +27,7 @@ class NativeBench:
     by_size = True
     block = 4
     unit = "requests"
+    gain = AS_FAST
 
     def __init__(
         self,

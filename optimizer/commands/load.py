@@ -137,11 +137,17 @@ def tune_load(s: Tune, talk: Talk) -> Result:
 
 
 def tuned_result(
-    predicted: Result, search: LoadSearch, tuned: Tuned, place: Place, s: Tune
+    predicted: Result,
+    search: LoadSearch,
+    tuned: Tuned,
+    place: Place,
+    s: Tune,
+    page: str | None = None,
 ) -> Result:
-    """What was predicted and executed, what is in force now, and what to type next."""
+    """What was predicted and executed, what was decided, and what to type next. ``page``: the path
+    of the page that was made."""
     executed = tuning_result(tuned)
-    lines = [predicted.text, executed.text, _concluded(search, tuned, place, s)]
+    lines = [predicted.text, executed.text, _concluded(search, tuned, place, s, page)]
     tables = [*predicted.tables, *executed.tables]
     return Result("\n".join(lines), predicted.data, executed.rows, tables)
 
@@ -200,10 +206,12 @@ def contexts_in_words(about: Mapping[str, Any]) -> str:
     )
 
 
-def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune) -> str:
-    """What is in force now, and what to type next."""
+def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune, page: str | None) -> str:
+    """What was decided, and what to type next."""
     there = f"--deployment {place.deployment} --device {place.device}"
     hints = [(next_command(s, f"report {tuned.study}"), "the page of this tuning")]
+    if page is not None:
+        hints = [(page, "the page of this tuning: open it")]
     if tuned.published:
         look = next_command(s, f"policies show active {there}", "pair")
         hints.insert(0, (look, "the published policy, and its evidence"))
@@ -211,10 +219,17 @@ def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune) -> str:
     text = closing(tuned.to_json(), where, hints)
     bench = search.bench
     if tuned.winner.policy.draft == "none" and bench.rules.drafts_after and not bench.loaded:
-        text += (
-            f"\nThat was measured on a server without a draft: restart {search.bench.engine.title} "
-            "without it; one that keeps it loaded drafts 0 tokens meanwhile."
-        )
+        title = bench.engine.title
+        if tuned.winner.policy.id == tuned.incumbent.policy.id:
+            text += (
+                f"\nThat is a server without a draft: measure yours beside {title} restarted "
+                "without it."
+            )
+        else:
+            text += (
+                f"\nThat was measured on a server without a draft: restart {title} without it; one "
+                "that keeps it loaded drafts 0 tokens meanwhile."
+            )
     return text
 
 

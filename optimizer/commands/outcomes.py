@@ -7,7 +7,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.report.words import LATENCIES, executed_table, prediction_in_words
+from spectune.optimizer.report.words import (
+    LATENCIES,
+    counted,
+    executed_table,
+    prediction_in_words,
+)
 from spectune.traces.schema import Counts, Outcome
 
 if TYPE_CHECKING:
@@ -80,18 +85,22 @@ def tuning_result(tuned: Tuned) -> Result:
     executed = executed_table(data)
     printed = [dict(zip(executed.columns, row, strict=True)) for row in executed.rows]
     title = "Executed on requests the search has not seen"
+    tested = f"{tuned.test_requests} others"
+    if tuned.unit != "requests":
+        tested = f"{counted(tuned.test_requests, tuned.unit)} with others"
     lines = [
         f"{tuned.trials} policies replayed on {tuned.search_requests} requests, {len(printed)} "
-        f"executed on {tuned.test_requests} others; between executions {tuned.texts}",
+        f"executed on {tested}; between executions {tuned.texts}",
         prediction_in_words(tuned.prediction),
     ]
     dropped = {c.policy.id: c for c in tuned.candidates if not c.survived}.values()
-    if early := sum(len(c.executed.per_request) < tuned.test_requests for c in dropped):
+    if early := sum(c.units < tuned.test_requests for c in dropped):
         lines.append(
             f"dropped early, behind beyond noise: {early}; compare policies by the last column"
         )
     lines += latency_lines(tuned.winner.executed.latency())
-    lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
+    if tuned.seconds:
+        lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
     table = Table(printed, title=title, best=executed.winner)
     return Result("\n".join(lines), data, _rows(data), [table])
 

@@ -9,7 +9,7 @@ from typing import Any
 from spectune.engines.abilities import VLLM
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
-    DECODED,
+    OF_TEXTS,
     Talk,
     deployment_for,
     open_store,
@@ -28,7 +28,7 @@ ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
 
 def add(s: ScheduleAdd, talk: Talk) -> Result:
     if s.recorded:
-        talk.no_effect(s, "with --recorded, whose texts are there", *DECODED)
+        talk.no_effect(s, "with --recorded, whose texts are there", *OF_TEXTS)
     settings = _scheduled(s)
     if not (s.recorded or settings.engine):
         for line in read_files(settings.workload, settings.requests).notes:

@@ -19,6 +19,7 @@ from spectune.optimizer.commands.load import search_result, tuned_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import (
+    OF_TEXTS,
     Talk,
     check_writable,
     deployment_for,
@@ -69,7 +70,8 @@ def tune_url(s: Tune, talk: Talk) -> Result:
             if s.since is not None:
                 span, key = store.clock() - s.since, f"tune since {s.since.isoformat()}"
                 where = (store, server.spec.id, span)
-                recording = gather(*where, key=key, engine=VLLM.name, tell=talk.tell)
+                limit = s.requests.limit
+                recording = gather(*where, limit, key=key, engine=VLLM.name, tell=talk.tell)
             recorded = recording is not None
             if recording is not None:
                 info = recording_of(store, recording, server.spec)
@@ -103,7 +105,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
     restart = f"SPECTUNE_FOLDER={folder} {alone} --scheduler-cls {SCHEDULER}"
     figures = {**figures, **tuned.to_json(), "kind": "executed"}
     predicted = search_result(search, figures, talk, restart)
-    result = tuned_result(predicted, search, tuned, place, s)
+    result = tuned_result(predicted, search, tuned, place, s, page)
     data = {**result.data, "url": server.url, "report": page}
     return replace(result, data=data, failed=failed)
 
@@ -114,8 +116,12 @@ def _check(s: Tune, talk: Talk) -> None:
         raise ConfigError("give either --recording or --set since=AGE, not both")
     talk.no_effect(s, "with --url", "serve", "trees.", "quick", "search.g", "search.t")
     if s.recording or s.since:
-        keys = ("workload", "requests.c", "sampling.")
-        talk.no_effect(s, "on a recording, whose texts are there", *keys)
+        talk.no_effect(s, "on a recording, whose texts are there", *OF_TEXTS)
+    elif not (s.workload or s.prompts):
+        raise ConfigError(
+            "--url sends requests to that server: say which by --workload FILE, or take what it "
+            "served by --recording latest or --set since=24h"
+        )
     if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
         # What is wrong is told before anything is sent.
         loads_of(s.load.arrivals, (), 1, unit=s.load.unit)

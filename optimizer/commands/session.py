@@ -26,7 +26,7 @@ from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.settings import OnPair, Settings
+from spectune.settings import OnPair, Requests, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError, TraceError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step
@@ -63,7 +63,10 @@ class Talk:
             self.tell(f"no effect {why}: {options}")
 
 
-DECODED = ("workload", "requests.", "sampling.")
+OF_TEXTS = ("workload", *(f"requests.{key}" for key in Requests.model_fields if key != "limit"))
+OF_TEXTS += ("sampling.",)
+"""Keys that say which texts are decoded, and how, but for how many."""
+DECODED = (*OF_TEXTS, "requests.limit")
 """Keys that say what is decoded, and how."""
 
 

@@ -13,6 +13,7 @@ from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.server import tune_url
 from spectune.optimizer.commands.session import (
     DECODED,
+    OF_TEXTS,
     Talk,
     check_writable,
     next_command,
@@ -52,7 +53,8 @@ def tune(s: Tune, talk: Talk) -> Result:
         raise ConfigError("give either --recording or --set since=AGE, not both")
     recorded = s.recording is not None or s.since is not None
     if recorded:
-        talk.no_effect(s, "on a recording, whose texts are there", *DECODED)
+        keys = DECODED if s.since is None else OF_TEXTS
+        talk.no_effect(s, "on a recording, whose texts are there", *keys)
     if s.report != "none":
         check_writable(s, report=s.report)
     quick = ""
@@ -91,7 +93,9 @@ def _recording(store: TraceStore, spec: PairSpec, s: Tune, talk: Talk) -> Record
     name = s.recording or ""
     if s.since is not None:
         key = f"tune since {s.since.isoformat()}"
-        name = gather(store, spec.id, store.clock() - s.since, key=key, tell=talk.tell)
+        name = gather(
+            store, spec.id, store.clock() - s.since, s.requests.limit, key=key, tell=talk.tell
+        )
     info = recording_of(store, name, spec)
     if info.state != "complete" and info.workload_id is not None:
         talk.tell(
@@ -126,13 +130,15 @@ def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
     """What to type after a tuning, with the options that name the same place, and what it is
     for."""
     winner, page = data["winner"]["id"], data["report"]
-    look = (f"policies show {winner}", "the policy, key by key")
-    then = ("run --policy active", "decodes with what is published")
+    hints = [(f"policies show {winner}", "the policy, key by key")]
     if data["published"]:
-        look = ("policies show active", "the published policy, and its evidence")
+        hints = [
+            ("policies show active", "the published policy, and its evidence"),
+            ("run --policy active", "decodes with what is published"),
+        ]
     elif winner != data["baselines"]["incumbent"]["id"] and not data["blocked"]:
-        then = (f"policies activate {winner}", "publishes the winner")
-    hints = [(next_command(s, words, "pair", "deployment"), why) for words, why in (look, then)]
+        hints.append((f"policies activate {winner}", "publishes the winner"))
+    hints = [(next_command(s, words, "pair", "deployment"), why) for words, why in hints]
     if page is not None:
         hints.append(
             (page, "predicted against measured, the race, latency, what was tried: open it")

@@ -20,4 +20,6 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
 
         job = tuning_job(store, progress=talk.progress, page=page, tell=talk.tell)
         outcomes = run_worker(store.database, job, once=s.once, poll_s=s.poll, tell=talk.tell)
-    return Result(", ".join(f"{number} {name}" for name, number in outcomes.items()), outcomes)
+    text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
+    # With --once somebody asks how it went: cron, systemd.
+    return Result(text, outcomes, exit_code=1 if s.once and outcomes["failed"] else 0)

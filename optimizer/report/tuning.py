@@ -19,6 +19,7 @@ from spectune.optimizer.report.words import (
     TREES,
     Json,
     Table,
+    counted,
     deploys,
     executed_table,
     headline,
@@ -90,10 +91,15 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
     tuned, about, study = report.evidence["tuned"], report.evidence["about"], report.study
     winner, published = tuned["winner"], tuned["published"]
     parts = {"search": "search_requests", "race": "test_requests", "confirm": "confirm_requests"}
+    units = {"search": "requests"}
+    dealt = (
+        f"{counted(tuned[key], units.get(part, tuned['unit']))} to {part}"
+        for part, key in parts.items()
+    )
     facts = {
         "policy": f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}",
         "published": f"version {published['version']}" if published else "nothing",
-        "requests": ", ".join(f"{tuned[key]} to {part}" for part, key in parts.items()),
+        "executed": ", ".join(dealt),
         **about,
         "study": f"{study.id}, {study.created_at:%Y-%m-%d %H:%M} UTC",
         "recording": study.recording_id,
@@ -126,19 +132,23 @@ def _shown(value: Any) -> Any:
 def deploy_command(report: TuningReport) -> tuple[str, str]:
     """The command that uses or publishes the winner, and what it does, or why there is none; empty
     where nothing is to be deployed."""
-    tuned, deployment = (
-        report.evidence["tuned"],
-        report.evidence["about"].get("deployment", "default"),
-    )
+    tuned, about = report.evidence["tuned"], report.evidence["about"]
+    deployment = about.get("deployment", "default")
     if not deploys(tuned):
         return "", ""
     if tuned["blocked"]:
         return "", f"Nothing was published: {tuned['blocked']}."
+    place = [] if deployment == "default" else ["--deployment", deployment]
+    if "engine" in about:  # its servers are no process of ours
+        if tuned["published"]:
+            purpose = "It is published. This shows which servers have applied it:"
+            return shlex.join(["spectune", "policies", "list", *place]), purpose
+        place += ["--device", about["device"]]
     words = ["spectune", "policies", "activate", tuned["winner"]["id"]]
     purpose = "It is not published yet. This puts it in force:"
     if tuned["published"]:
         words = ["spectune", "run", "--policy", "active"]
-        purpose = "It is in force. This decodes with it:"
+        purpose = "It is published. This decodes with it:"
     spec = PairSpec.from_json(report.pair, where="the pair of the study")
     if spec == read_pair("demo"):
         words += ["--pair", "demo"]
@@ -146,9 +156,7 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
         words += ["--set", f"target={spec.target}"]
         for draft, path in spec.drafts.items():
             words += ["--set", f"drafts.{draft}={path}"]
-    if deployment != "default":
-        words += ["--deployment", deployment]
-    return shlex.join(words), purpose
+    return shlex.join([*words, *place]), purpose
 
 
 def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
@@ -164,7 +172,8 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
         "Milliseconds over requests; with few requests p99 is the slowest.",
         table=latency_table(tuned),
     )
-    yield "Requests", [_categories(evidence["categories"], series), latency]
+    speeds = [_categories(evidence["categories"], tuned)] if deploys(tuned) else []
+    yield "Requests", [*speeds, latency]
     drafts = [_positions(report.acceptance)] if report.acceptance else []
     if drafts := [*drafts, *_rounds(evidence["rounds"], next(iter(series.values())))]:
         yield "Drafts", drafts
@@ -203,17 +212,22 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     )
 
 
-def _categories(speeds: Json, series: Mapping[str, str]) -> Panel:
-    categories = sorted({category for policy in series for category in speeds.get(policy, {})})
+def _categories(speeds: Json, tuned: Json) -> Panel:
+    """The winner beside the policies that were executed on what it was executed on."""
+    series, winner = series_of(tuned), tuned["winner"]["id"]
+    executed = {c["id"]: c["executed_requests"] for c in tuned["candidates"]}
+    policies = [p for p, number in executed.items() if number >= executed[winner] and p in speeds]
+    categories = sorted({category for policy in policies for category in speeds[policy]})
     marks, ahead = [], 0
     for category in categories:
-        by_policy = {p: speeds[p][category] for p in series if category in speeds.get(p, {})}
+        by_policy = {p: speeds[p][category] for p in policies if category in speeds[p]}
         marks.append((category or "(none)", [(p, v, None, None) for p, v in by_policy.items()]))
-        ahead += max(by_policy, key=by_policy.__getitem__) == next(iter(series))
+        ahead += max(by_policy, key=by_policy.__getitem__) == winner
     return Panel(
         "categories",
         f"The winner is fastest in {ahead} of {len(categories)} categories",
-        "Measured speed by category of request.",
+        f"Measured speed by category of request, of {len(policies)} policies that were executed "
+        f"on the same {tuned['unit']}.",
         charts.rows("categories", "tokens/s", marks, series, 0.0),
     )
 

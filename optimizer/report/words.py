@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Sampling
 
 Json = Mapping[str, Any]
@@ -23,6 +24,21 @@ STOPS = {
     "entropy": "its distribution is wide",
 }
 TREES = {"top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
+AS_FAST: Final = "times as fast as"
+"""Of two policies that do the same work, in more or less time."""
+AT_A_RATE: Final = "times the tokens/s of"
+"""Where requests come at a rate of their own: a server that keeps up serves no more tokens/s."""
+GAINS: Final = {
+    "throughput": AS_FAST,
+    "tpot": "times as fast per output token as",
+    "goodput": "times the goodput of",
+}
+"""By objective, what a ratio of two policies' worth says."""
+
+
+def counted(number: int, unit: str) -> str:
+    """A number of units, whose name is in the plural."""
+    return f"{number} {unit.removesuffix('s') if number == 1 else unit}"
 
 
 def policy_in_words(document: Json) -> str:
@@ -82,10 +98,11 @@ def names_of(tuned: Json) -> dict[str, str]:
 
 def titles_of(tuned: Json) -> dict[str, str]:
     """What tables and charts call each executed policy, by its id: its roles but for ``finalist``,
-    and its name, e.g. ``winner: small fixed(gamma=4)``."""
-    titles = {}
+    and its name, e.g. ``winner: small fixed(gamma=4)``; what nothing was proved to beat is no
+    winner, but ``kept``."""
+    titles, first = {}, "winner" if deploys(tuned) else "kept"
     for policy, name in names_of(tuned).items():
-        roles = ["winner"] * (policy == tuned["winner"]["id"])
+        roles = [first] * (policy == tuned["winner"]["id"])
         roles += [c["role"] for c in tuned["candidates"] if c["id"] == policy]
         text = ", ".join(role for role in roles if not role.startswith("finalist"))
         titles[policy] = text if name in roles else f"{text}: {name}" if text else name
@@ -128,7 +145,7 @@ class Table:
 def executed_table(tuned: Json) -> Table:
     """The policies that a tuning executed, fastest first by what tells policies apart that were not
     executed on the same requests: the speed over the race's leader, projected to the workload."""
-    titles = titles_of(tuned)
+    titles, has_factor = titles_of(tuned), has_common_factor(tuned)
     candidates = {c["id"]: c for c in tuned["candidates"]}
     ordered = sorted(candidates.values(), key=lambda c: -c["ratio_to_leader"])
     rows = []
@@ -136,8 +153,10 @@ def executed_table(tuned: Json) -> Table:
         predicted, measured = c["predicted_tokens_per_s"], c["measured_tokens_per_s"]
         error = "-"
         if predicted and measured:
-            after = c["predicted_after_factor_tokens_per_s"] / measured - 1
-            error = f"{100 * (predicted / measured - 1):+.1f}% ({100 * after:+.1f}%)"
+            error = f"{100 * (predicted / measured - 1):+.1f}%"
+            if has_factor:
+                after = c["predicted_after_factor_tokens_per_s"] / measured - 1
+                error += f" ({100 * after:+.1f}%)"
         low, high = c["ratio_to_leader_interval"]
         ends = "" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"
         rows.append(
@@ -152,9 +171,15 @@ def executed_table(tuned: Json) -> Table:
                 f"{c['ratio_to_leader']:.3f}{ends}",
             )
         )
-    columns = ("policy", "tau", "predicted", "measured tokens/s", "error (after factor)")
+    error = "error (after factor)" if has_factor else "error"
+    columns = ("policy", "tau", "predicted", "measured tokens/s", error)
     place = [c["id"] for c in ordered].index(tuned["winner"]["id"])
-    return Table((*columns, "requests", "vs incumbent", "vs leader (95%)"), rows, winner=place)
+    return Table((*columns, tuned["unit"], "vs incumbent", "vs leader (95%)"), rows, winner=place)
+
+
+def has_common_factor(tuned: Json) -> bool:
+    """Whether one common factor brings predicted speeds nearer to those executed."""
+    return tuned["prediction"] is not None and tuned["prediction"]["common_factor"] is not None
 
 
 def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2) -> str:
@@ -166,25 +191,26 @@ def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2)
 
 
 def headline(tuned: Json) -> str:
-    """What to deploy and how much faster it is, or what to keep."""
+    """What to deploy and how much better it is, or what to keep."""
     name, incumbent = names_of(tuned)[tuned["winner"]["id"]], tuned["baselines"]["incumbent"]
     drafts = speculates(incumbent["policy"])
     if deploys(tuned):
         against = "the incumbent" if drafts else "decoding without a draft"
-        return (
-            f"Deploy this: {name}, {tuned['ratio_to_incumbent'][0]:.2f} times as fast as {against}"
-        )
+        ratio = tuned["ratio_to_incumbent"][0]
+        return f"Deploy this: {name}, {ratio:.2f} {tuned['gain']} {against}"
     return (
         f"{f'Keep {name}' if drafts else 'Decode without a draft'}: no faster policy was confirmed"
     )
 
 
-def confirmed_in_words(confirmed: Json, winner: str, incumbent: str) -> str:
-    """What a confirmation (``confirmed`` of ``tune --json``) showed of two policies, by label."""
+def confirmed_in_words(confirmed: Json, winner: str, incumbent: str, gain: str = AS_FAST) -> str:
+    """What a confirmation (``confirmed`` of ``tune --json``) showed of two policies, by label.
+    ``gain``: one of :data:`GAINS`."""
     ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
+    units = counted(confirmed["requests"], confirmed["unit"])
     sentence = (
-        f"{winner} was {ratio:.3f} times as fast as {incumbent}{interval(ends, level, 3)} on "
-        f"{confirmed['requests']} {confirmed['unit']} held out to confirm it"
+        f"{winner} was {ratio:.3f} {gain} {incumbent}{interval(ends, level, 3)} on {units} held "
+        "out to confirm it"
     )
     return ": ".join(filter(None, (sentence, confirmed["against"])))
 
@@ -211,7 +237,7 @@ def rejection_in_words(tuned: Json) -> list[str]:
 
 
 def reasons(tuned: Json) -> list[str]:
-    """On what the headline rests, a sentence each."""
+    """On what the headline rests, and what speaks against it, a sentence each."""
     names = names_of(tuned)
     raced = (tuned["confirmed"] or tuned["winner"])["id"]
     in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
@@ -225,23 +251,29 @@ def reasons(tuned: Json) -> list[str]:
     if leader != raced and in_race[leader] > in_race.get(raced, 0.0) > 0.0:
         ahead = 100 * (in_race[leader] / in_race[raced] - 1)
         sentences.append(
-            f"{names[leader]} was {ahead:.1f}% ahead in the race, within noise: of equals the "
-            "simpler wins, then the one predicted to be faster."
+            f"{names[leader]} was {ahead:.1f}% ahead in the race, as projected to all of its "
+            f"{tuned['unit']}, within noise: of equals the simpler wins, then the one predicted to "
+            "be faster."
         )
-    return [*sentences, *rejection_in_words(tuned)]
+    doubts = Sanity(**tuned["workload"]).lines()
+    return [*sentences, *rejection_in_words(tuned), *(f"Beware: {line}." for line in doubts)]
 
 
 def prediction_in_words(prediction: Json | None) -> str:
     """How far a tuning's predictions were off (``prediction`` of ``tune --json``), as made, and
-    after the factor that is fitted to the same executions."""
+    after the factor that is fitted to the same executions, where that helps."""
     if prediction is None:
         return "Nothing was predicted"
-    off, after = (100 * prediction[f"median_error{key}"] for key in ("", "_after_factor"))
-    count = prediction["policies"]
+    count, factor = prediction["policies"], prediction["common_factor"]
+    off = (
+        f"Predicted speeds were off by {100 * prediction['median_error']:.1f}% in the median of "
+        f"{count} polic{'y' if count == 1 else 'ies'}"
+    )
+    if factor is None:
+        return off
+    after = 100 * prediction["median_error_after_factor"]
     return (
-        f"Predicted speeds were off by {off:.1f}% in the median of {count} "
-        f"polic{'y' if count == 1 else 'ies'}; after one common factor fitted to these executions "
-        f"({prediction['common_factor']:.3f}), by {after:.1f}%"
+        f"{off}; after one common factor fitted to these executions ({factor:.3f}), by {after:.1f}%"
     )
 
 
@@ -256,7 +288,7 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
         why = f": {tuned['blocked']}" if tuned["blocked"] else ""
         first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
-        first = f"Nothing changes {where}: {name}."
+        first = f"No faster policy was confirmed. Nothing changes {where}: {name}."
     lines = ["", _filled(" ".join([first, *reasons(tuned)])), ""]
     for command, purpose in commands:
         lines += [_filled(f"# {purpose}", subsequent_indent="# "), command]
@@ -274,8 +306,9 @@ def savings(
 ) -> list[str]:
     """What deploying the winner saves, a sentence each, under the ``load`` it was measured under
     (empty: one request at a time): device hours per million tokens and a day of ``gpus`` busy
-    devices, and at a ``price`` an hour money. Empty where nothing is to be deployed."""
-    if not deploys(tuned):
+    devices, and at a ``price`` an hour money. Empty where nothing is to be deployed, or nothing
+    saved: the same work is not done in less time."""
+    if not deploys(tuned) or tuned["gain"] != AS_FAST:
         return []
     level, ratios = tuned["confirmed"]["level"], tuned["ratio_to_incumbent"]
     million_h = 1e6 / 3600 / max(1e-9, tuned["measured"]["tokens_per_s"])

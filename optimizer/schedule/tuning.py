@@ -106,7 +106,8 @@ def _tune_pair(
     )
     if settings.recorded is not None:
         window = timedelta(seconds=settings.recorded)
-        recording = gather(store, pair.id, window, key=job.idempotency_key, tell=tell)
+        how: Any = {"key": job.idempotency_key, "tell": tell}
+        recording = gather(store, pair.id, window, settings.requests.limit, **how)
         return tune_recording(store, pair, recording, options, progress=progress)
     requests = settings.requests
     workload = read_files(settings.workload, requests)
@@ -151,7 +152,8 @@ def _tune_url(
 ) -> Tuned:
     """Tunes a vLLM server that runs on what was followed of it lately."""
     window, key = timedelta(seconds=settings.recorded or FOLLOWED_S), job.idempotency_key
-    name = gather(store, spec.id, window, key=key, engine=VLLM.name, tell=tell)
+    limit = settings.requests.limit
+    name = gather(store, spec.id, window, limit, key=key, engine=VLLM.name, tell=tell)
     info = store.get_recording(name)
     with closing(connect(settings.url or "", settings.folder or "", spec)) as server:
         record_draft(store, server, info, load, progress=progress)
@@ -163,7 +165,7 @@ def _tune_url(
             objective_of(settings.load),
             place_of(store, info, settings.deployment),
             _prove_options(settings, job, tell),
-            limit=settings.requests.limit,
+            limit=limit,
             unit=settings.load.unit,
             progress=progress,
         )[1]
