@@ -196,7 +196,7 @@ def decide(raced: Raced, confirmed: Confirmation | None, stays: str) -> Decision
     winner, incumbent = raced.winner, raced.incumbent
     if confirmed is None:
         return Decision(incumbent, f"{raced.unproved}; {stays}", False)
-    names = [c.policy.label() for c in (winner, incumbent)]
+    names = winner.policy.label(), incumbent.policy.label()
     reason = confirmed_in_words(confirmed.to_json(), *names, raced.gain)
     if confirmed.against:
         return Decision(incumbent, f"{reason}; {stays}", False)
