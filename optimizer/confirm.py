@@ -115,7 +115,7 @@ class Confirmation:
             return f"{self.independent} {unit} are too few, {LEAST} are needed"
         if low <= 1.0:
             return "the gain is not beyond noise"
-        return "" if value >= FLOOR else f"less than {FLOOR} times as fast is not worth a change"
+        return "" if value >= FLOOR else f"a ratio below {FLOOR} is not worth a change"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; an interval's end that is not known is None."""
@@ -209,7 +209,13 @@ def spread_of(timings: Timings, winner: str, incumbent: str) -> Spread | None:
 
 
 def power_in_words(
-    spread: Spread, units: int, executions: int, *, seconds: float = 0.0, budget_s: float = 0.0
+    spread: Spread,
+    units: int,
+    executions: int,
+    *,
+    unit: str = "requests",
+    seconds: float = 0.0,
+    budget_s: float = 0.0,
 ) -> str:
     """A line on the chance that a gain of 5% is published by so many executions of both on units
     held out, and where that is below :data:`CHANCE`, on what would give as much: more time, where
@@ -223,9 +229,11 @@ def power_in_words(
     longer = (2**n * executions for n in range(1, 5))
     enough = next((e for e in longer if spread.chance(min(units, e), e) >= CHANCE), None)
     if enough is not None and seconds:
-        more = budget_s + (enough - executions) * seconds / (1 - RACE_SHARE)
-        return f"{line}; --budget {math.ceil(more / 10) * 10}s gives about {100 * CHANCE:.0f}%"
-    return f"{line}; about {_requests_for(spread)} requests give {100 * CHANCE:.0f}%"
+        longer_s = budget_s + (enough - executions) * seconds / (1 - RACE_SHARE)
+        return f"{line}; --budget {math.ceil(longer_s / 10) * 10}s gives about {100 * CHANCE:.0f}%"
+    # Of requests a part is held out; runs are made of any requests.
+    more = _requests_for(spread) if unit == "requests" else spread.requests_for(CHANCE)
+    return f"{line}; about {more} {unit} give {100 * CHANCE:.0f}%"
 
 
 def _requests_for(spread: Spread) -> int:

@@ -157,8 +157,8 @@ def confirm_winner(
     most = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
     executions = spread.enough(units, most)
     used = min(units, executions)
-    independent = len(np.unique(groups))
-    power = power_in_words(spread, independent, executions, seconds=both_s, budget_s=budget_s)
+    count = len(np.unique(groups)), executions
+    power = power_in_words(spread, *count, unit=bench.unit, seconds=both_s, budget_s=budget_s)
     options.tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
