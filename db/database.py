@@ -227,8 +227,8 @@ def _make_file(path: str, create: bool) -> None:
         raise DatabaseError(
             f"there is no database at {path}; `tune` makes one there, --db names another"
         )
-    try:
-        Path(path).touch()
+    try:  # its user's alone: prompts will be in it; SQLite gives its log the same mode
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
     except OSError as error:
         raise DatabaseError(
             f"cannot make database {path}: {error.strerror}; give another file to --db"

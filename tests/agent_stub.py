@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from token_ids import decoded
 from waiting import eventually
 
 import spectune.engines.vllm
@@ -34,6 +35,9 @@ def parallel(**sizes: int) -> SimpleNamespace:
 class Core:
     """vLLM's scheduler as far as the agent uses it. Request n keeps ``(n + position) % 4`` of its
     drafted tokens; ``steps`` is all that it decided."""
+
+    ended: Any = staticmethod(lambda requests: requests)
+    """What ``finish_requests`` returns of the requests that it ends, which versions change."""
 
     def __init__(self, config: Any, lookup: Any = None) -> None:
         self.vllm_config, self.scheduler_config = config, config.scheduler_config
@@ -84,12 +88,12 @@ class Core:
                 self.running.remove(self.requests.pop(name))
         return "outputs"
 
-    def finish_requests(self, names: list[str]) -> list[Any]:
-        ended = [self.requests.pop(name) for name in names]
+    def finish_requests(self, request_ids: list[str]) -> Any:
+        ended = [self.requests.pop(name) for name in request_ids]
         for request in ended:
             request.status.name = "FINISHED_ABORTED"
             self.running.remove(request)
-        return ended
+        return self.ended(ended)
 
     def shutdown(self) -> None:
         self.steps.append("shutdown")
@@ -178,7 +182,14 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("rounds-*.jsonl"))
     texts = [file.read_text().splitlines() for file in files]
     assert all("engine" in json.loads(line) for text in texts for line in text[:1])
-    return [json.loads(line) for text in texts for line in text[1:]]
+    return [read(line) for text in texts for line in text[1:]]
+
+
+def read(text: str) -> dict[str, Any]:
+    """A line of a rounds file, its token ids as lists."""
+    line: dict[str, Any] = json.loads(text)
+    ids = {key: decoded(line[key]) for key in ("prompt", "output") if line.get(key) is not None}
+    return {**line, **ids}
 
 
 class Marks(ast.NodeTransformer):

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from token_ids import encoded
+
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
@@ -110,7 +112,7 @@ class FakeVllm(ThreadingHTTPServer):
             start = len(ids) - len(prompt) + 1
             if [*prompt, *text[: start - 1]] == ids and text[start - 1 : start] == [token]:
                 right = text[start : start + agreeing[start]] if start < len(text) else []
-                line = {"output": [token, token], "proposals": [[*right, REFUSED][:MOST]]}
+                line = {"output": encoded([token, token]), "proposals": [[*right, REFUSED][:MOST]]}
                 self._append({"id": f"cmpl-{body['request_id']}-0-x", **line})
                 return
 
@@ -165,8 +167,8 @@ class FakeVllm(ThreadingHTTPServer):
         if not self.noting:
             return
         line = {
-            "id": request.name, "arrived": request.arrived, "ended": now, "prompt": request.ids,
-            "output": request.text, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
+            "id": request.name, "arrived": request.arrived, "ended": now,
+            "prompt": encoded(request.ids), "output": encoded(request.text), "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
             "max_tokens": len(request.text), "stop": [], "finish": "length", "label": None,
             "rounds": request.rounds,
         }  # fmt: skip

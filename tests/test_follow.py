@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import pytest
 from databases import Server, opened, put_in_force, server_binaries
 from doors import Door, Started
 from synthetic import policy
+from token_ids import encoded
 from waiting import eventually
 
 from spectune.db import open_database
@@ -77,7 +79,8 @@ class Agent:
             [1, 3, 2, 3, version, 0.01, 2, at + 0.03],
             [4, 3, 3, 3, version, 0.01, 1, at + 0.04],
         ]
-        text = {"prompt": [n % 97, 5, 6, 7, 8], "output": [n % 91, 1, 2, 3, 4, 5, 6]}
+        prompt, output = [n % 97, 5, 6, 7, 8], [n % 91, 1, 2, 3, 4, 5, 6]
+        text = {"prompt": encoded(prompt), "output": encoded(output)}
         sizes = {"prompt": None, "output": None, "n_prompt": 5, "n_output": 7}
         return {
             "id": f"r{n}", "arrived": at, "ended": at + 0.04, **(text if tokens else sizes),
@@ -201,8 +204,8 @@ def test_broken_lines_are_named_and_skipped(door: Door, agent: Agent) -> None:
         "{half",
         "\u00ff",
         json.dumps({**agent.line(), "finish": "never"}),
-        json.dumps({**agent.line(), "output": [1, 2**31]}),
-        json.dumps({**agent.line(), "output": [1]}),
+        json.dumps({**agent.line(), "output": encoded([1, -1])}),
+        json.dumps({**agent.line(), "output": encoded([1])}),
         json.dumps({**agent.line(), "id": "a\0b"}),
     ]
     with agent.file.open("a", encoding="latin-1") as file:
@@ -659,3 +662,27 @@ def test_what_is_wrong_is_one_line(door: Door, agent: Agent, tmp_path: Path) -> 
     (agent.folder / "status.json").write_text(json.dumps(off))
     line = door.refused("follow", agent.folder, pair="demo", once=True)
     assert "status.json: the agent is off, vLLM 0.40 is not known: no scheduler_config" in line
+
+
+def test_files_with_texts_are_their_users_alone(tmp_path: Path, agent: Agent) -> None:
+    """Whatever the umask; a file that others may read stays so where it is written anew."""
+    agent.write(2, label="=HYPERLINK('http://x')")
+    door, before = Door(str(tmp_path / "traffic.db")), os.umask(0)
+    try:
+        door.json("follow", agent.folder, pair="demo", texts="all", once=True)
+        with open_database(str(tmp_path / "traffic.db")) as database, database.write() as session:
+            session.connection().exec_driver_sql("CREATE TABLE kept (n INTEGER)")
+            log = (tmp_path / "traffic.db-wal").stat().st_mode
+        shared = tmp_path / "shared.csv"
+        shared.touch(0o664)
+        for name in ("rows.csv", "rows.json", "shared.csv"):
+            door.json("traces export", tmp_path / name)
+    finally:
+        os.umask(before)
+    names = ("traffic.db", "rows.csv", "rows.json", "shared.csv", "folder/policy.json")
+    modes = [oct((tmp_path / name).stat().st_mode & 0o777) for name in names]
+    assert modes == ["0o600", "0o600", "0o600", "0o664", "0o600"]
+    assert log & 0o777 == 0o600
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        categories = [row["category"] for row in csv.DictReader(file)]
+    assert set(categories) == {"'=HYPERLINK('http://x')"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from databases import opened
 from doors import Door
+from token_ids import encoded
 
 from spectune import api
 from spectune.engines.vllm import retrace as module
@@ -111,14 +112,14 @@ class Server:
                 tokens, count = 2 * allowed, 1
             proposals = [self.chain(text, start + 1 + i) for i in range(count)]
             if fault != "unnoted":
-                self._note({"id": name, "output": tokens, "proposals": proposals})
+                self._note({"id": name, "output": encoded(tokens), "proposals": proposals})
             return 200, json.dumps({"choices": [{"token_ids": tokens}]})
 
     def _note_request(self, name: str, prompt: list[int], output: list[int]) -> None:
         rounds = [[i, 0, 0, 1, 0, 0.01, 1, 10.0 + i] for i in range(len(output))]
         self._note({
-            "id": name, "arrived": 10.0, "ended": 40.0, "prompt": prompt, "output": output,
-            "finish": "length", "rounds": rounds, "max_tokens": len(output),
+            "id": name, "arrived": 10.0, "ended": 40.0, "prompt": encoded(prompt),
+            "output": encoded(output), "finish": "length", "rounds": rounds, "max_tokens": len(output),
         })  # fmt: skip
 
     def _note(self, line: dict[str, Any]) -> None:

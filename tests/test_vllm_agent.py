@@ -118,7 +118,8 @@ def test_what_is_drafted_for_a_retraced_request_is_noted_whatever_the_table_says
     publish(folder, 1, {"1": 2})
     wait_for(folder, 1)
     scheduler.add("r0")
-    scheduler.add("r1", extra_args={"spectune": "retrace"})
+    retrace = {"spectune": status(folder)["retrace"]}
+    scheduler.add("r1", extra_args=retrace)
     while scheduler.requests:
         output = scheduler.schedule()
         assert output.has_structured_output_requests == ("r1" in scheduler.requests)
@@ -132,10 +133,136 @@ def test_what_is_drafted_for_a_retraced_request_is_noted_whatever_the_table_says
     assert all(ids == [7] * MOST for ids in retraced["proposals"])
     assert [drafted for _, drafted, *_ in other["rounds"]] == [0, *[2] * (len(other["rounds"]) - 1)]
     ahead = scheduler
-    ahead.add("r2", extra_args={"spectune": "retrace"})
+    ahead.add("r2", extra_args=retrace)
     ahead.schedule()
     ahead.requests["r2"].num_output_placeholders = 2
     assert ahead.schedule().pending_structured_output_tokens
+
+
+@pytest.mark.parametrize("word", ["retrace", "retrace ", ["retrace"], {"a": 1}, 3, "\ud800"])
+def test_who_may_not_read_the_folder_has_nothing_retraced(
+    start: Start, folder: Path, word: Any
+) -> None:
+    scheduler = start()
+    serve(scheduler, 2, extra_args={"spectune": word})
+    eventually(lambda: len(lines(folder)) == 2)
+    assert all("rounds" in line for line in lines(folder))
+    assert not any(step[2] != MOST for step in scheduler.steps)
+
+
+def test_a_retraced_request_is_not_written_where_texts_are_not(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECTUNE_TEXTS", "none")
+    scheduler = start()
+    assert status(folder)["retrace"] is None
+    serve(scheduler, 1, extra_args={"spectune": scheduler._spectune.key})
+    eventually(lambda: len(lines(folder)) == 1)
+    assert "proposals" not in lines(folder)[0]
+    assert lines(folder)[0]["output"] is None
+
+
+SHAPES = {
+    "requests": lambda ended: ended,
+    "ids": lambda ended: [request.request_id for request in ended],
+    "tuples": lambda ended: [(request.request_id, 0) for request in ended],
+    "none": lambda ended: None,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whatever_an_abort_returns_it_is_noted_and_the_agent_goes_on(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    monkeypatch.setattr(Core, "ended", staticmethod(SHAPES[shape]))
+    scheduler = start()
+    for name in ("r0", "r1", "r2"):
+        scheduler.add(name)
+    for _ in range(2):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, sampled(scheduler, output))
+    scheduler.finish_requests(request_ids=["r0", "r2"])
+    eventually(lambda: len(lines(folder)) == 2)
+    assert [(line["id"], line["finish"]) for line in lines(folder)] == [
+        ("r0", "abort"), ("r2", "abort"),
+    ]  # fmt: skip
+    while scheduler.requests:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, sampled(scheduler, output))
+    eventually(lambda: len(lines(folder)) == 3)
+    assert status(folder)["fault"] is None
+
+
+def test_files_are_their_users_alone(start: Start, folder: Path) -> None:
+    scheduler = start()
+    serve(scheduler, 1)
+    eventually(lambda: status(folder)["noted"] == 1)
+    files = {file.name[:6]: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert files == {"rounds": 0o600, "status": 0o600}
+
+
+def test_a_long_prompt_is_noted_whole(start: Start, folder: Path) -> None:
+    scheduler = start()
+    scheduler.add("r0")
+    ids = [n * 7919 % 150_000 for n in range(20_001)]
+    scheduler.requests["r0"].prompt_token_ids = ids
+    while scheduler.requests:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, sampled(scheduler, output))
+    eventually(lambda: len(lines(folder)) == 1)
+    assert lines(folder)[0]["prompt"] == ids
+
+
+def test_labels_are_bounded(start: Start, agent: Any, folder: Path) -> None:
+    agent.MAX_LABELS = 3
+    scheduler = start()
+    for label in ("a\x1b[2J\u2028b", "x" * 999, "b", "c", "b", ["d"]):
+        serve(scheduler, 1, extra_args={"spectune_label": label})
+    eventually(lambda: len(lines(folder)) == 6)
+    labels = [line["label"] for line in lines(folder)]
+    assert labels == ["a [2J b", "x" * 100, "b", "other", "b", "other"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "up_to"),
+    [({}, 512 - MOST), ({"max_model_len": 128}, 128 - MOST), ({"method": "dflash"}, 511 - MOST)],
+)
+def test_it_tells_up_to_which_length_vllm_drafts(
+    start: Start, folder: Path, changed: Any, up_to: int
+) -> None:
+    """By its first model runner: vLLM's second one drafts at any length."""
+    speculative = SimpleNamespace(**{
+        "method": "eagle3", "model": "head", "max_num_new_slots_for_drafting": 1,
+        "draft_model_config": SimpleNamespace(max_model_len=changed.get("max_model_len")),
+        **changed,
+    })  # fmt: skip
+    start(speculative_config=speculative)
+    assert status(folder)["engine"]["serving"]["drafts_up_to"] == up_to
+    start(speculative_config=speculative, use_v2_model_runner=True)
+    eventually(lambda: not status(folder)["engine"]["serving"]["drafts_up_to"])
+
+
+def test_it_tells_the_card_and_the_servers_own_table(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A platform that names no card costs nothing else."""
+
+    def name() -> str:
+        return next(names)
+
+    names = iter(["NVIDIA L4", "NVIDIA L4"])
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(get_device_name=name)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    on_cuda = {"device_config": SimpleNamespace(device_type="cuda")}
+    start([0, 3, 3, 1, 0], **on_cuda)
+    engine = status(folder)["engine"]
+    assert (engine["device"], engine["hardware"]) == ("cuda", "NVIDIA L4")
+    assert engine["gammas"] == {"1": 3, "3": 1, "4": 0}
+    for ranks, hardware in ((2, "2 x NVIDIA L4"), (1, None)):
+        start(**on_cuda, parallel_config=parallel(world_size=ranks))
+        eventually(lambda hardware=hardware: status(folder)["engine"]["hardware"] == hardware)
+    assert status(folder)["engine"]["gammas"] is None
 
 
 def test_texts_are_noted_of_the_share_that_is_set(start: Start, folder: Path) -> None:
@@ -156,6 +283,19 @@ def test_texts_are_noted_of_the_share_that_is_set(start: Start, folder: Path) ->
     eventually(lambda: len(lines(folder)) == 50)
     assert all(line["prompt"] is None for line in lines(folder)[42:])
     assert scheduler.dynamic_sd_lookup is None
+
+
+@pytest.mark.parametrize("texts", ["all", 1.0, "nan", None])
+def test_no_policy_has_more_texts_noted_than_the_server_allows(
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, texts: Any
+) -> None:
+    monkeypatch.setenv("SPECTUNE_TEXTS", "none")
+    scheduler = start()
+    publish(folder, 1, {"1": 2}, **({} if texts is None else {"texts": texts}))
+    eventually(lambda: status(folder)["in_force"]["version"] or status(folder)["refused"])
+    serve(scheduler, 3)
+    eventually(lambda: len(lines(folder)) == 3)
+    assert all((n["prompt"], n["output"]) == (None, None) for n in lines(folder))
 
 
 def test_a_policy_comes_into_force_and_goes(start: Start, folder: Path) -> None:
@@ -212,18 +352,21 @@ REFUSED = [
     ({}, [0, 3, 3]),
     ({}, {1: 3}),
     ({"cache_config": SimpleNamespace()}, None),
+    ({}, None),
 ]
 
 
 @pytest.mark.parametrize(("changed", "lookup"), REFUSED)
 def test_what_it_does_not_know_is_refused_by_name_and_served(
-    start: Start, folder: Path, changed: Any, lookup: Any
+    start: Start, folder: Path, changed: Any, lookup: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if (changed, lookup) == ({}, None):
+        monkeypatch.setenv("SPECTUNE_TEXTS", "some")
     scheduler = start(lookup, **changed)
     publish(folder, 1, {"1": 3})
     eventually(lambda: (status(folder)["refused"] or {}).get("version") == 1)
     reason = status(folder)["refused"]["reason"]
-    words = ("data_parallel_size 2", "pipeline_parallel_size 2", "unknown shape", "num_gpu_blocks")
+    words = ("data_parallel_size 2", "pipeline_parallel_size 2", "unknown shape", "num_gpu_blocks", "SPECTUNE_TEXTS")
     assert any(word in reason for word in words)
     if lookup is None:
         assert serve(scheduler, 5) == serve(Core(config_of()), 5)
@@ -319,6 +462,16 @@ def test_files_are_rotated_and_bounded(start: Start, agent: Any, folder: Path) -
     files = sorted(folder.glob("rounds-*.jsonl"))
     assert len(files) == 3
     eventually(lambda: status(folder)["dropped"] == 40 - len(lines(folder)))
+    (folder / "rounds.jsonl").write_text("of somebody else")
+    for _ in range(2):  # the bound is of all starts together
+        before, scheduler = len(lines(folder)), start()
+        for _ in range(5):
+            serve(scheduler, 4)
+        eventually(lambda watched=scheduler._spectune: watched.noted == 20)
+        scheduler.shutdown()
+        assert len(list(folder.glob("rounds-*.jsonl"))) == 3
+        assert status(folder)["dropped"] == before + 20 - len(lines(folder))
+    assert (folder / "rounds.jsonl").exists()
 
 
 CAPTURES = sorted(Path(__file__).parent.glob("vllm_*.json"))
@@ -431,7 +584,8 @@ def test_a_fault_before_any_statement_changes_nothing_of_vllms(
         publish(folder, 1, {"1": 5, "3": 2}, contexts={"10": {"1": 1}})
         time.sleep(0.02)
         assert serve(scheduler, 5, extra_args={"spectune_label": "x"}) == expected
-        assert serve(scheduler, 5, extra_args={"spectune": "retrace"}) == expected
+        word = watched.key if watched is not None else "retrace"
+        assert serve(scheduler, 5, extra_args={"spectune": word}) == expected
         put(folder, "{")
         time.sleep(0.01)
         if scheduler._spectune is not None:

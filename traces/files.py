@@ -35,6 +35,12 @@ def read_text(
         raise error(f"{where}: not UTF-8 text (byte {problem.start})") from None
 
 
+def private(path: str | Path, flags: int) -> int:
+    """Opens a file (an ``opener`` of :func:`open`); a new one is its user's alone, whatever the
+    umask, as texts of users may be in it. Raises OSError."""
+    return os.open(path, flags, 0o600)
+
+
 def parse_json(text: str, where: str, error: type[SpectuneError]) -> Any:
     """A JSON document from a user. Raises ``error``, its line beginning with ``where``, for what is
     none."""
@@ -88,14 +94,17 @@ def why_not_writable(path: str | Path) -> str | None:
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` when the block ends; when it raises, ``path`` is
-    as it was and nothing is left beside it. A link at ``path`` is replaced, not followed. Raises
-    OSError."""
+    as it was and nothing is left beside it. It is its user's alone (:func:`private`), but for what
+    the file in whose place it comes allowed others. A link at ``path`` is replaced, not followed.
+    Raises OSError."""
     target = Path(path)
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(target))
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        with part.open("xb") as file:
+        with open(part, "xb", opener=private) as file:
+            if target.exists() and not target.is_symlink():
+                part.chmod(target.stat().st_mode & 0o777)
             yield file
         part.replace(target)
     finally:

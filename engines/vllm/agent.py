@@ -1,9 +1,13 @@
 """vLLM's scheduler, which also notes each round in files and drafts by a table from a file.
 
 One file of the standard library: copied beside vLLM it is `--scheduler-cls agent.Scheduler`. The
-environment names the folder (``SPECTUNE_FOLDER``) and whose tokens are noted (``SPECTUNE_TEXTS``:
-``all``, ``none`` or a share of requests). Until a table is published vLLM's behaviour is its own,
-and whatever of ours fails, vLLM goes on as without us, and its log and ``status.json`` say so once.
+environment names the folder (``SPECTUNE_FOLDER``) and whose tokens may be noted
+(``SPECTUNE_TEXTS``: ``all``, ``none`` or a share of requests, of which ``policy.json`` may only
+take less). Until a table is published vLLM's behaviour is its own, and whatever of ours fails, vLLM
+goes on as without us, and its log and ``status.json`` say so once.
+
+Files are its user's alone. ``status.json`` holds a key, which is new with each start: a request
+that carries it is retraced, so that only who may read the folder can ask for that.
 
 The methods of :class:`Agent` that are named ``on_`` run in vLLM's thread and touch no file; a
 thread of its own reads ``policy.json`` and writes ``rounds-*.jsonl`` and ``status.json``.
@@ -11,14 +15,18 @@ thread of its own reads ``policy.json`` and writes ``rounds-*.jsonl`` and ``stat
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
 import zlib
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import vllm
@@ -28,7 +36,11 @@ LOG = logging.getLogger("vllm.spectune")
 VERSIONS = ("0.32",)  # run in a capture; others check themselves first (compat.toml)
 SELF_CHECK_ROUNDS = 256
 POLL_S, RETRY_S, STATUS_S, PAUSE_S = 0.25, 1.0, 1.0, 0.0005
-FILE_BYTES, MAX_FILES = 8 << 20, 64
+FILE_BYTES, MAX_FILES = 8 << 20, 64  # of all starts of the server together
+MAX_LABELS, LABEL_CHARACTERS = 64, 100  # of a start; further labels are counted as one
+OTHER_LABEL = "other"
+IDS_AT_ONCE = 8192  # the most that are encoded while vLLM's thread waits
+ROUNDS_FILE = re.compile(r"rounds-[0-9a-z]+-[0-9]+\.jsonl")
 MAX_WAITING = 256  # finished requests that wait for the disk; more are dropped and counted
 MAX_IN_FLIGHT = 64  # scheduled steps whose results are waited for
 
@@ -40,7 +52,7 @@ class Table(NamedTuple):
     version: int
     policy: str
     lookups: list[tuple[int, list[int] | None]]
-    texts: Any = None
+    share: float = 1.0  # of requests whose tokens may be noted
 
 
 class Decoding:
@@ -49,10 +61,10 @@ class Decoding:
 
     __slots__ = ("num_tokens", "proposals", "request", "rounds", "unspent_s")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, is_retraced: bool) -> None:
         self.request, self.num_tokens, self.unspent_s = request, 0, 0.0
         self.rounds: list[tuple[Any, ...]] = []
-        self.proposals: list[Any] | None = [] if extra(request, "spectune") == "retrace" else None
+        self.proposals: list[Any] | None = [] if is_retraced else None
 
 
 class Agent:
@@ -62,6 +74,7 @@ class Agent:
         self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
         self.initial = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
         self.active, self.refusal, self.unchecked = False, "", 0
+        self.allowed, self.key, self.labels = 0.0, f"retrace {os.urandom(16).hex()}", set[str]()
         self.decoding: dict[str, Decoding] = {}
         self.retraced: set[str] = set()
         self.draft_limit: int | None = None  # of others, beside requests that are retraced
@@ -71,7 +84,7 @@ class Agent:
         self.noted, self.dropped, self.fault, self.logged = 0, 0, "", set[str]()
         self.refused: dict[str, Any] | None = None
         self.engine, self.since, self.policy_seen = dict[str, Any](), time.time(), None
-        self.path, self.size, self.number, self.files = "", 0, 0, dict[str, int]()
+        self.path, self.size, self.number = "", 0, 0
         self.retry_at, self.status_at, self.status = 0.0, 0.0, dict[str, Any]()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.run, name="spectune", daemon=True)
@@ -103,7 +116,8 @@ class Agent:
         for new in output.scheduled_new_reqs:
             request = scheduler.requests[new.req_id]
             if self.active and is_noted(request):
-                text = self.decoding[new.req_id] = Decoding(request)
+                is_retraced = self.share > 0 and extra(request, "spectune") == self.key
+                text = self.decoding[new.req_id] = Decoding(request, is_retraced)
                 if text.proposals is not None:
                     self.retraced.add(new.req_id)
         if len(self.decoding) > 2 * len(scheduler.requests) + 64:  # some ended where we do not look
@@ -165,7 +179,7 @@ class Agent:
             text.rounds.append((*counts, step[2], text.unspent_s, len(names), ended))
             text.num_tokens, text.unspent_s = start + emitted, 0.0
             if request.is_finished():
-                self.on_finished([request])
+                self.on_finished(name)
 
     def on_odd_round(self, name: str, counts: tuple[int, ...]) -> None:
         if self.unchecked:
@@ -173,15 +187,19 @@ class Agent:
         del self.decoding[name]
         self.dropped += 1
 
-    def on_finished(self, requests: Any) -> None:
+    def on_aborted(self) -> None:
+        """Hands on what vLLM ended otherwise than by a step."""
+        for name in [n for n, text in self.decoding.items() if text.request.is_finished()]:
+            self.on_finished(name)
+
+    def on_finished(self, name: str) -> None:
         """Hands on what ended; what vLLM aborted before its first token is no round."""
-        for request in requests:
-            text = self.decoding.pop(request.request_id, None)
-            if text is not None and text.rounds and not self.unchecked:
-                if len(self.waiting) < MAX_WAITING:
-                    self.waiting.append(text)
-                else:
-                    self.dropped += 1
+        text = self.decoding.pop(name)
+        if text.rounds and not self.unchecked:
+            if len(self.waiting) < MAX_WAITING:
+                self.waiting.append(text)
+            else:
+                self.dropped += 1
 
     def on_fault(self, error: Exception) -> None:
         """Ends all that we do: vLLM's own table is in force again, and nothing is noted."""
@@ -194,9 +212,16 @@ class Agent:
 
     # In a thread of its own
 
+    @property
+    def share(self) -> float:
+        """The share of requests whose tokens are noted."""
+        return min(self.allowed, self.table.share)
+
     def run(self) -> None:
         try:
             self.engine, self.refusal = description(self.scheduler), refusal(self.scheduler)
+            if not self.refusal:
+                self.allowed = share_of(os.environ.get("SPECTUNE_TEXTS", "all"))
             listed = any(vllm.__version__.startswith(f"{version}.") for version in VERSIONS)
             self.unchecked = 0 if listed else SELF_CHECK_ROUNDS
             self.active = not self.refusal
@@ -253,18 +278,17 @@ class Agent:
 
     def table_of(self, document: Any) -> Table:
         """Raises ValueError for what is no policy, or none for this server."""
-        version, texts = document["version"], document.get("texts")
+        version, share = document["version"], share_of(document.get("texts", "all"))
         if type(version) is not int or document["format"] != 1:
             raise ValueError("its format is not 1, or its version no whole number")
-        texts = texts if texts in (None, "all", "none") else float(texts)
         if not version:
-            return self.initial._replace(texts=texts)
+            return self.initial._replace(share=share)
         if self.refusal or self.unchecked:
             raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
         by_context = {"0": document["gammas"], **document.get("contexts", {})}
         lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
         lookups.sort(key=lambda pair: -pair[0])
-        return Table(version, str(document["policy"]), lookups, texts)
+        return Table(version, str(document["policy"]), lookups, share)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
@@ -283,10 +307,8 @@ class Agent:
         """Appends a line for each request that ended. What cannot be written waits."""
         while self.waiting and time.monotonic() >= self.retry_at:
             try:
-                texts = self.table.texts
-                if texts is None:
-                    texts = os.environ.get("SPECTUNE_TEXTS", "all")
-                line = line_of(self.waiting[0], texts)
+                text = self.waiting[0]
+                line = line_of(text, self.share, self.label_of(text.request))
             except Exception:
                 self.waiting.popleft()
                 self.dropped += 1
@@ -302,30 +324,50 @@ class Agent:
         if self.active and not self.waiting:
             self.fault = ""
 
+    def label_of(self, request: Any) -> str | None:
+        """A request's label as it is noted: clients choose it, so it and their number are
+        bounded."""
+        label = extra(request, "spectune_label")
+        if label is None:
+            return None
+        name = "".join(c if c.isprintable() else " " for c in str(label)[:LABEL_CHARACTERS])
+        if name not in self.labels and len(self.labels) >= MAX_LABELS:
+            return OTHER_LABEL
+        self.labels.add(name)
+        return name
+
     def append(self, line: bytes) -> None:
         """Adds a line to the newest file, or a new one: all of it or, with an OSError, nothing."""
         if self.size >= FILE_BYTES or not os.path.exists(self.path):
             self.rotate()
-        with open(self.path, "ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=private) as file:
             if file.write(line) != len(line):
                 file.truncate(self.size)
                 raise OSError(f"no space for {self.path}")
         self.size += len(line)
-        self.files[self.path] += 1
 
     def rotate(self) -> None:
         path = os.path.join(self.folder, f"rounds-{self.boot}-{self.number + 1:06d}.jsonl")
         first = json.dumps({"engine": self.engine}).encode() + b"\n"
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=private) as file:
             file.write(first)
-        self.path, self.size, self.number = path, len(first), self.number + 1
-        self.files[path], self.status = 0, {}
-        while len(self.files) > MAX_FILES:
-            oldest = next(iter(self.files))
-            lines = self.files.pop(oldest)
-            if os.path.exists(oldest):  # nobody has brought it in
-                os.unlink(oldest)
-                self.dropped += lines
+        self.path, self.size, self.number, self.status = path, len(first), self.number + 1, {}
+        self.bound_files()
+
+    def bound_files(self) -> None:
+        """Removes the oldest files of all starts beyond the limit, and counts what was in them;
+        those that were brought in are gone already."""
+        paths = [os.path.join(self.folder, name) for name in os.listdir(self.folder)]
+        files = [path for path in paths if ROUNDS_FILE.fullmatch(os.path.basename(path))]
+        try:
+            files.sort(key=lambda path: (path == self.path, os.stat(path).st_mtime_ns, path))
+            for path in files[:-MAX_FILES]:
+                with open(path, "rb") as file:
+                    lines = sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 16), b""))
+                os.unlink(path)
+                self.dropped += max(0, lines - 1)  # but the first, which tells the engine
+        except FileNotFoundError:
+            pass  # brought in meanwhile: the next file is bounded again
 
     def write_status(self) -> None:
         """Writes ``status.json`` where more than counts changed, else once a second: who reads it
@@ -336,13 +378,13 @@ class Agent:
         document = {
             "format": 1, "boot": self.boot, "pid": os.getpid(), "engine": self.engine,
             "in_force": {**in_force, "since": self.since}, "refused": self.refused or refused,
-            "fault": self.fault or None, **counts,
+            "fault": self.fault or None, "retrace": self.key if self.share > 0 else None, **counts,
         }  # fmt: skip
         now, is_soon = time.time(), time.time() < self.status_at + STATUS_S
         if is_soon and document == {**self.status, **counts}:
             return
         path = os.path.join(self.folder, "status.json")
-        with open(f"{path}.tmp", "w") as file:
+        with open(f"{path}.tmp", "w", opener=private) as file:
             json.dump({**document, "at": now}, file)
         os.replace(f"{path}.tmp", path)
         self.status, self.status_at = document, now
@@ -350,6 +392,34 @@ class Agent:
     def close(self) -> None:
         self.stop.set()
         self.thread.join(1.0)
+
+
+def private(path: str, flags: int) -> int:
+    """Opens a file; a new one is its user's alone."""
+    return os.open(path, flags, 0o600)
+
+
+def share_of(texts: Any) -> float:
+    """``all``, ``none`` or a share as a number. Raises ValueError."""
+    share = {"all": 1.0, "none": 0.0}.get(texts)
+    if share is None:
+        share = float(texts)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{texts!r} is neither all, none nor a share of requests")
+    return share
+
+
+def encoded(ids: Sequence[int]) -> str:
+    """Token ids as base64 of 32-bit whole numbers, lowest byte first. A part at a time, so that a
+    long prompt does not hold the interpreter."""
+    parts = bytearray()
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        part = array("i", ids[start : start + IDS_AT_ONCE])
+        if sys.byteorder == "big":
+            part.byteswap()
+        parts += part.tobytes()
+        time.sleep(0)  # vLLM's thread goes first
+    return base64.b64encode(parts).decode()
 
 
 def extra(request: Any, key: str) -> Any:
@@ -366,31 +436,30 @@ def is_noted(request: Any) -> bool:
     return not other and extra(request, "spectune") != "off"
 
 
-def line_of(text: Decoding, texts: Any) -> bytes:
-    """A request as a line of JSON. ``texts``: ``all``, ``none`` or the share with tokens."""
+def line_of(text: Decoding, share: float, label: str | None) -> bytes:
+    """A request as a line of JSON. ``share``: of the requests whose tokens are noted."""
     request, params, name = text.request, text.request.sampling_params, text.request.request_id
-    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
-    if text.proposals is not None:
-        line = {"id": name, "output": output, "proposals": text.proposals}
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if text.proposals is not None and share > 0:
+        line = {"id": name, "output": encoded(output), "proposals": text.proposals}
         return json.dumps(line).encode() + b"\n"
-    tokens: dict[str, Any] = {"prompt": prompt, "output": output}
     stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     finish = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_STOPPED": "stop"}.get(
         request.status.name, "stop" if stop else "abort"  # vLLM aborts at a stop string
     )  # fmt: skip
     if request.status.name == "FINISHED_STOPPED" and not request.stop_reason:
         finish = "eos"
-    share = {"all": 1.0, "none": 0.0}.get(texts, texts)
-    if zlib.crc32(name.encode()) / 2**32 >= float(share):
+    tokens: dict[str, Any]
+    if zlib.crc32(name.encode()) / 2**32 < share:
+        tokens = {"prompt": encoded(prompt), "output": encoded(output)}
+    else:
         tokens = {"prompt": None, "output": None, "n_prompt": len(prompt), "n_output": len(output)}
         stop = []
-    label = extra(request, "spectune_label")
     line = {
         **tokens, "id": name, "arrived": request.arrival_time, "ended": text.rounds[-1][-1],
         "temperature": params.temperature, "top_k": max(0, params.top_k), "top_p": params.top_p,
         "seed": params.seed, "max_tokens": request.max_tokens, "stop": stop, "finish": finish,
-        "label": label if label is None else str(label)[:200],
-        "rounds": [(*r[:5], round(r[5], 7), *r[6:]) for r in text.rounds],
+        "label": label, "rounds": [(*r[:5], round(r[5], 7), *r[6:]) for r in text.rounds],
     }  # fmt: skip
     return json.dumps(line).encode() + b"\n"
 
@@ -399,6 +468,10 @@ def refusal(scheduler: Any) -> str:
     """Why nothing is noted or followed in this server; empty where it is."""
     config = scheduler.vllm_config
     parallel, speculative = config.parallel_config, config.speculative_config
+    try:
+        share_of(os.environ.get("SPECTUNE_TEXTS", "all"))
+    except ValueError as error:
+        return f"SPECTUNE_TEXTS: {error}"
     for name in ("data_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, name) > 1:
             return f"{name} {getattr(parallel, name)}: only 1 is followed"
@@ -420,19 +493,17 @@ def description(scheduler: Any) -> dict[str, Any]:
     ngram = str(method).startswith("ngram")
     sampled = getattr(draft, "draft_sample_method", "greedy") != "greedy"
     rates = getattr(draft, "synthetic_acceptance_rates", None)
-    device, ranks = str(config.device_config.device_type), config.parallel_config.world_size
-    platforms = None if device == "cpu" else sys.modules.get("vllm.platforms")
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
-        "device": device,
-        "hardware": platforms and f"{ranks} x {platforms.current_platform.get_device_name()}",
+        **hardware(config),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "method": method,
         "model": config.model_config.model,
         "draft_model": None if draft is None or ngram else draft.model,
         "prompt_lookup": [draft.prompt_lookup_min, draft.prompt_lookup_max] if ngram else None,
         "num_speculative_tokens": scheduler.num_spec_tokens,
+        "gammas": gammas_of(scheduler),
         "above_zero": "rejection" if sampled else "greedy",
         "accepts_none": not any(rates or (1,)),
         "by_priority": getattr(scheduler.scheduler_config, "policy", "fcfs") == "priority",
@@ -441,10 +512,45 @@ def description(scheduler: Any) -> dict[str, Any]:
             "max_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
             "draft_slots": 0 if draft is None else draft.max_num_new_slots_for_drafting,
             "max_len": config.model_config.max_model_len,
+            "drafts_up_to": drafts_up_to(scheduler),
             "cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
             "ahead": config.max_concurrent_batches - 1,
         },
     }
+
+
+def hardware(config: Any) -> dict[str, Any]:
+    """The device, and by name what ranks of the model run on; None: it has none."""
+    device, ranks = str(config.device_config.device_type), config.parallel_config.world_size
+    platforms = None if device == "cpu" else sys.modules.get("vllm.platforms")
+    name = None
+    try:
+        if platforms is not None:
+            name = str(platforms.current_platform.get_device_name())
+    except Exception as error:  # of a platform that names none
+        LOG.warning("spectune: the device has no name: %r", error)
+    return {"device": device, "hardware": f"{ranks} x {name}" if name and ranks > 1 else name}
+
+
+def gammas_of(scheduler: Any) -> dict[str, int] | None:
+    """By the batch size from which on it holds, what the server drafts by itself where it was
+    started with a table."""
+    lookup = scheduler.dynamic_sd_lookup
+    if not isinstance(lookup, list):
+        return None
+    sizes = range(1, len(lookup))
+    return {str(n): lookup[n] for n in sizes if n == 1 or lookup[n] != lookup[n - 1]}
+
+
+def drafts_up_to(scheduler: Any) -> int:
+    """Tokens of the longest text of a step up to which vLLM drafts, as its first model runner has
+    it: beyond its draft's own length no request of the step gets a draft. 0: of any length."""
+    config, draft = scheduler.vllm_config, scheduler.vllm_config.speculative_config
+    if draft is None or getattr(config, "use_v2_model_runner", False):
+        return 0
+    own = getattr(getattr(draft, "draft_model_config", None), "max_model_len", None)
+    longest = own or config.model_config.max_model_len
+    return int(max(1, longest - scheduler.num_spec_tokens - (draft.method == "dflash")))
 
 
 def start(scheduler: Any) -> None:
@@ -488,17 +594,19 @@ class Scheduler(AsyncScheduler):
         guarded(self, "on_scheduled", output)
         return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         guarded(self, "on_output", model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         guarded(self, "on_updated", scheduler_output, model_runner_output)
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         ended = super().finish_requests(*args, **kwargs)
-        guarded(self, "on_finished", ended)
+        guarded(self, "on_aborted")
         return ended
 
-    def shutdown(self) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         guarded(self, "close")
-        super().shutdown()
+        return super().shutdown(*args, **kwargs)

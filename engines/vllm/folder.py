@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+import numpy.typing as npt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round
@@ -38,11 +40,25 @@ _ROUNDS = re.compile(r"rounds-([0-9A-Za-z]{1,64})-(\d{6})\.jsonl")
 
 Whole = Annotated[int, Field(ge=0, lt=2**31)]
 Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-TokenIds = list[Whole]
+
+
+def _decoded(text: Any) -> npt.NDArray[np.int32]:
+    """Token ids from base64 of 32-bit whole numbers, lowest byte first. Raises ValueError."""
+    if not isinstance(text, str):
+        raise ValueError("token ids are expected as base64")
+    ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)
+    if ids.min(initial=0) < 0:
+        raise ValueError("a token id below 0")
+    return ids
+
+
+TokenIds = Annotated[npt.NDArray[np.int32], PlainValidator(_decoded)]
 
 
 class _Noted(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", allow_inf_nan=False, arbitrary_types_allowed=True
+    )
 
 
 class Engine(_Noted):
@@ -172,12 +188,12 @@ class Line(_Noted):
 
     def trajectory(self, engine: Engine) -> Trajectory | None:
         """The text; None where it was not noted."""
-        if not self.prompt or self.output is None:
+        if self.prompt is None or self.output is None or not len(self.prompt):
             return None
         return Trajectory(
             self.id,
             self.category,
-            Tokens(np.array(self.prompt, np.int32), np.array(self.output, np.int32)),
+            Tokens(self.prompt, self.output),
             self.sampling,
             engine.max_len if self.max_tokens is None else self.max_tokens,
             "stop" if self.finish == "abort" else self.finish,
@@ -207,7 +223,7 @@ class Proposals(_Noted):
 
     id: str
     output: TokenIds
-    proposals: list[TokenIds]
+    proposals: list[list[Whole] | None]
 
 
 def parse_line(text: bytes) -> Line | Engine | Proposals:

@@ -210,7 +210,7 @@ class Retracer:
                 continue
             text, chains = self._texts[ordinal], self._chains[ordinal]
             count = len(text.output_ids) - 1 if self.accepts_none else 1
-            if noted.output[:count] != text.output_ids[start - 1 :][:count].tolist():
+            if not np.array_equal(noted.output[:count], text.output_ids[start - 1 :][:count]):
                 raise EngineError(
                     f"request {text.request_id}: this server decodes another text than the one "
                     "recorded; is it of the same model and precision?"

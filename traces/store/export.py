@@ -52,10 +52,18 @@ def export_rows(rows: Iterable[Row], path: str | Path) -> int:
                         ("[\n " if count == 1 else ",\n ") + json.dumps(row, ensure_ascii=False)
                     )
                 else:
-                    writer.writerows([row, row.values()] if count == 1 else [row.values()])
+                    cells = [*map(_cell, row.values())]
+                    writer.writerows([row, cells] if count == 1 else [cells])
             if ending == ".json":
                 out.write("\n]\n")
         return count
+
+
+def _cell(value: Any) -> Any:
+    """A value as a spreadsheet shows it: text that it would take for a formula, which clients may
+    send as a label, stands behind an apostrophe."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value
 
 
 def _some(rows: Iterable[Any], path: str | Path) -> list[Any]:
