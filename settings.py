@@ -114,6 +114,12 @@ def _deployment(value: str) -> str:
     return check_name(value, "deployment", ValueError)
 
 
+def _device_name(value: Any) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\S.*)?", str(value)):
+        raise ValueError("auto, cpu, cuda (of any name) or cuda:NAME is expected")
+    return str(value)
+
+
 def _size(value: Any) -> int:
     """Bytes of ``2GB``, ``500MB`` or a number."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([kMGT]?)B?", str(value).strip())
@@ -152,6 +158,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Engine = Literal["native", "vllm", "openvino"]
 Device = Literal["auto", "cpu", "cuda"]
+DeviceName = Annotated[str, BeforeValidator(_device_name), Kind("DEVICE")]
 
 
 def setting(
@@ -492,7 +499,7 @@ class DbCheck(Settings):
 class Placed(InPlace, OnPair):
     """Where a policy is in force."""
 
-    device: Device = setting("auto", "Device that it is in force on.")
+    device: DeviceName = setting("auto", "Device that it is in force on: cpu, cuda, cuda:NAME.")
 
 
 class PoliciesList(OnPair):
@@ -502,7 +509,7 @@ class PoliciesList(OnPair):
 
     example = "policies list --in-force"
 
-    device: Device = setting("auto", "Device that they are in force on.")
+    device: DeviceName = setting("auto", "Device that they are in force on.")
     deployment: str | None = setting(None, "Only publications of this one; default: of all.")
     in_force: bool = setting(False, "Only what is in force now.")
 

@@ -64,6 +64,7 @@ def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any
         "chat": options.chat,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": pair.device.type,
+        **({"hardware": pair.place["hardware"]} if pair.device.type == "cuda" else {}),
     }
 
 

@@ -36,7 +36,7 @@ def last_good(
 ) -> Plan:
     """The deployment's newest publication for this pair and device that this runtime can execute,
     or autoregression when there is none. Raises DatabaseError alone."""
-    for publication in store.list_publications(pair.id, pair.device.type, deployment):
+    for publication in store.list_publications(pair.id, pair.device_name, deployment):
         try:
             policy = published_policy(publication)
             return ready_plan(store, pair, policy, profile, verifier, sampling)
@@ -94,7 +94,7 @@ def watch(
     ``verifier`` would make lossy is acknowledged as refused. ``warn`` is told of one that was tuned
     for another sampling, as it comes into force. Raises PolicyError when ``initial`` cannot run.
     """
-    device, who = pair.device.type, node or f"{socket.gethostname()}:{os.getpid()}"
+    device, who = pair.device_name, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
 
     def fetch() -> Published | None:

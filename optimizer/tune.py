@@ -345,8 +345,8 @@ class Tuning:
     def measure(self) -> None:
         """What rounds cost on this device, and with that, what there is to beat."""
         store, pair, settings, texts = self.store, self.pair, self.settings, self.trace.trajectories
-        active = store.active_publication(pair.id, pair.device.type, settings.deployment)
-        self.place = Place(pair.device.type, settings.deployment, active)
+        active = store.active_publication(pair.id, pair.device_name, settings.deployment)
+        self.place = Place(pair.device_name, settings.deployment, active)
         self.prices_trees = bool(settings.tree_size[0] or self.heads)
         if active is not None and not self.prices_trees:
             with suppress(PolicyError):  # what is wrong with it is said below

@@ -252,7 +252,7 @@ def latest_traffic(store: TraceStore, engine: str, pair_id: str | None = None) -
 def place_of(store: TraceStore, info: Recording, deployment: str) -> Place:
     """Where a policy for the engine of a recording is put in force: on the device that was
     recorded, else on this machine's."""
-    device = str(info.options.get("device") or ("cuda" if sees_cuda() else "cpu"))
+    device = info.device_name or ("cuda" if sees_cuda() else "cpu")
     over = store.active_publication(info.pair_id, device, deployment)
     return Place(device, deployment, over, engine=info.engine)
 

@@ -44,8 +44,8 @@ def connect(url: str, folder: str, pair: PairSpec | None) -> RunningServer:
     server = RunningServer(url, Path(folder), pair)
     if server.draft == "none":
         raise EngineError(
-            f"{url} drafts nothing; start it with --speculative-config (`engines vllm` prints the "
-            "command)"
+            f"{server.url} drafts nothing; start it with --speculative-config (`engines vllm` "
+            "prints the command)"
         )
     return server
 

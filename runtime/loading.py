@@ -30,6 +30,7 @@ from spectune.runtime.text_codec import (
 )
 from spectune.runtime.text_ends import end_notes, end_tokens
 from spectune.traces.errors import PairError
+from spectune.traces.schema import device_name
 
 
 @dataclass
@@ -68,6 +69,11 @@ class LoadedPair(TextCodec):
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "hardware": torch.cuda.get_device_name() if cuda else cpu_name(),
         }
+
+    @property
+    def device_name(self) -> str:
+        """What policies are published for that it decodes by."""
+        return device_name(self.place["device"], self.place["hardware"])
 
     @property
     def models(self) -> dict[str, CausalModel | EagleHead]:

@@ -64,6 +64,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.most = MOST if draft else 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.key, self.path, self.noting = "", "", True
+        self.authorization: str | None = None
+        """What the last request said."""
         self.boot, self.version, self.policy, self.noted = "f00d", 0, "", 0
         self.table: dict[int, int] = {1: self.most}
         self.taken: list[tuple[int, str]] = []
@@ -168,7 +170,8 @@ class FakeVllm(ThreadingHTTPServer):
             return
         line = {
             "id": request.name, "arrived": request.arrived, "ended": now,
-            "prompt": encoded(request.ids), "output": encoded(request.text), "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
+            "prompt": encoded(request.ids), "output": encoded(request.text),
+            "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None,
             "max_tokens": len(request.text), "stop": [], "finish": "length", "label": None,
             "rounds": request.rounds,
         }  # fmt: skip
@@ -200,6 +203,7 @@ class FakeVllm(ThreadingHTTPServer):
             "format": 1, "boot": self.boot, "pid": 7, "at": time.time(), "engine": self.engine,
             "in_force": {"version": self.version, "policy": self.policy, "since": time.time()},
             "refused": self.refused, "fault": None, "noted": self.noted, "dropped": 0,
+            "retrace": "retrace 0123abcd",
         }  # fmt: skip
         part = self.folder / "status.json.part"
         part.write_text(json.dumps(document))
@@ -230,6 +234,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self, code: int, document: Any) -> None:
         fake = self.server
+        fake.authorization = self.headers["Authorization"]
         if fake.key and self.headers["Authorization"] != f"Bearer {fake.key}":
             code, document = 401, {"error": "Unauthorized"}
         if not self.path.startswith(f"{fake.path}/v1/"):

@@ -686,3 +686,37 @@ def test_files_with_texts_are_their_users_alone(tmp_path: Path, agent: Agent) ->
     with (tmp_path / "rows.csv").open(newline="") as file:
         categories = [row["category"] for row in csv.DictReader(file)]
     assert set(categories) == {"'=HYPERLINK('http://x')"}
+
+
+def test_cards_of_one_deployment_follow_policies_of_their_own(
+    door: Door, store: TraceStore, tmp_path: Path
+) -> None:
+    """What is published for every card holds until something newer is published for one."""
+    cards = {}
+    for card in ("NVIDIA L4", "NVIDIA H100 80GB HBM3"):
+        cards[card] = Agent(tmp_path / card, boot=f"b{len(cards)}")
+        cards[card].engine |= {"device": "cuda", "hardware": card}
+        cards[card].status()
+
+    def in_force() -> list[Any]:
+        for one in cards.values():
+            door.json("follow", one.folder, pair="demo", once=True)
+        return [one.policy().get("gammas") for one in cards.values()]
+
+    def publish(gamma: int, device: str) -> None:
+        named = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": gamma}})
+        where = {"pair": "demo", "deployment": "vllm", "device": device}
+        assert door.json("policies activate", named, **where)["version"]
+
+    publish(2, "cuda:NVIDIA L4")
+    assert in_force() == [{"1": 2}, None]
+    publish(3, "cuda")
+    assert in_force() == [{"1": 3}, {"1": 3}]
+    publish(4, "cuda:NVIDIA H100 80GB HBM3")
+    assert in_force() == [{"1": 3}, {"1": 4}]
+    rows = door.json("policies list", in_force=True)["publications"]
+    assert {row["device"] for row in rows} == {"cuda", "cuda:NVIDIA H100 80GB HBM3"}
+    where = {"pair": "demo", "deployment": "vllm"}
+    shown = door.json("policies show active", device="cuda:NVIDIA L4", **where)
+    assert shown["policy"]["window"]["gamma"] == 3
+    assert "cuda:NAME is expected" in door.refused("policies list", device="gpu")

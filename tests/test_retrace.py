@@ -23,6 +23,7 @@ from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import EngineError
 
 MOST, LENGTH, TEXTS = 5, 24, 3
+WORD = "retrace 0123abcd"
 ENGINE = {
     "engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "dtype": "float32",
     "method": "mtp", "model": read_pair("demo").target, "draft_model": read_pair("demo").target,
@@ -47,8 +48,7 @@ class Server:
         self._file = folder / "rounds-00aa-000001.jsonl"
         self._lock = threading.Lock()
         self._note({"engine": self.engine})
-        status = {"format": 1, "boot": "00aa", "at": 1.0, "engine": self.engine}
-        (folder / "status.json").write_text(json.dumps(status))
+        self.put_status(WORD)
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,6 +71,12 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def put_status(self, retrace: str | None) -> None:
+        status = {
+            "format": 1, "boot": "00aa", "at": 1.0, "engine": self.engine, "retrace": retrace,
+        }  # fmt: skip
+        (self.folder / "status.json").write_text(json.dumps(status))
 
     def chain(self, text: int, start: int) -> list[int]:
         """What is proposed after the first ``start`` tokens of a text: up to MOST tokens."""
@@ -95,6 +101,30 @@ class Server:
         for n, (prompt, output) in enumerate(self.texts):
             self._note_request(f"r{n}", prompt, output)
 
+    def kept(self, text: int, start: int, gamma: int) -> int:
+        """Tokens of a chain that the text goes on with."""
+        pairs = zip(self.chain(text, start)[:gamma], self.texts[text][1][start:], strict=False)
+        return [*(a == b for a, b in pairs), False].index(False)
+
+    def serve_drafting(self, gamma: int, up_to: int) -> list[list[tuple[int, int, int]]]:
+        """Notes its texts as served one at a time with so many tokens of a draft that ends: a step
+        with a text of more than ``up_to`` tokens has dummies verified by the next. Start, drafted
+        and accepted tokens of the rounds after the first token."""
+        served = []
+        for n, (prompt, output) in enumerate(self.texts):
+            rounds, start, longest = [(0, 0, 0, 1)], 1, len(prompt)
+            while start < LENGTH:
+                drafted, kept = gamma, 0
+                if longest <= up_to:
+                    drafted = len(self.chain(n, start)[:gamma])
+                    kept = self.kept(n, start, gamma)
+                longest = len(prompt) + start + drafted
+                rounds.append((start, drafted, kept, min(kept + 1, LENGTH - start)))
+                start += rounds[-1][3]
+            self._note_request(f"r{n}", prompt, output, rounds)
+            served.append([r[:3] for r in rounds[1:]])
+        return served
+
     def complete(self, body: dict[str, Any]) -> tuple[int, str]:
         name = f"cmpl-{body['request_id']}-0-ab12"
         with self._lock:
@@ -115,11 +145,15 @@ class Server:
                 self._note({"id": name, "output": encoded(tokens), "proposals": proposals})
             return 200, json.dumps({"choices": [{"token_ids": tokens}]})
 
-    def _note_request(self, name: str, prompt: list[int], output: list[int]) -> None:
-        rounds = [[i, 0, 0, 1, 0, 0.01, 1, 10.0 + i] for i in range(len(output))]
+    def _note_request(
+        self, name: str, prompt: list[int], output: list[int], rounds: list[Any] | None = None
+    ) -> None:
+        plain = [(i, 0, 0, 1) for i in range(len(output))]
+        rounds = [[*r, 0, 0.01, 1, 10.0 + r[0]] for r in rounds or plain]
         self._note({
             "id": name, "arrived": 10.0, "ended": 40.0, "prompt": encoded(prompt),
-            "output": encoded(output), "finish": "length", "rounds": rounds, "max_tokens": len(output),
+            "output": encoded(output), "finish": "length", "rounds": rounds,
+            "max_tokens": len(output),
         })  # fmt: skip
 
     def _note(self, line: dict[str, Any]) -> None:
@@ -175,7 +209,7 @@ def test_every_position_is_asked_once_and_every_window_replayed(
     positions = TEXTS * (LENGTH - 1)
     assert (result.data["positions"], result.data["draft"]) == (positions, "mtp")
     assert len(server.bodies) == (TEXTS if accepts_none else positions)
-    assert all(body["vllm_xargs"] == {"spectune": "retrace"} for body in server.bodies)
+    assert all(body["vllm_xargs"] == {"spectune": WORD} for body in server.bodies)
     check(server, database, recording)
     rounds = [r for n in range(TEXTS) for r in server.rounds(n, 3)]
     row = result.data["by_gamma"][2]
@@ -185,6 +219,40 @@ def test_every_position_is_asked_once_and_every_window_replayed(
     assert api.simulate(adaptive, recording=recording, db=database).data["rounds"] > 0
     again = api.retrace(recording, url=server.url, folder=server.folder, db=database)
     assert (again.data["positions"], again.data["by_gamma"]) == (0, result.data["by_gamma"])
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_draft_that_ends_before_its_target_is_replayed_so_or_said_first(
+    start: Start, database: Path, tmp_path: Path, is_told: bool
+) -> None:
+    up_to = 14
+    told = {"drafts_up_to": up_to} if is_told else {}
+    server, door = start(serving={**ENGINE["serving"], **told}), Door(str(database))
+    served = server.serve_drafting(3, up_to)
+    (boot,) = api.follow(server.folder, once=True, db=database).data["servers"]
+    (recording,) = boot["recordings"]
+    api.retrace(recording, url=server.url, folder=server.folder, db=database)
+    policy = json.dumps({"draft": "mtp", "window": {"kind": "fixed", "gamma": 3}})
+    found = door.call("simulate", policy=policy, recording=recording, per_round=tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    replayed = [(row["start"] + 1, row["drafted"], row["accepted"]) for row in rows]
+    warning = found.stderr.splitlines()[0]
+    if is_told:
+        assert replayed == [r for rounds in served for r in rounds]
+        assert "differ from their replay" not in found.stderr
+        return
+    every = [(n, *r) for n, rounds in enumerate(served) for r in rounds if r[1]]
+    differ = [
+        (n, s)
+        for n, s, _, kept in every
+        if min(kept, LENGTH - s - 1) != min(server.kept(n, s, 3), LENGTH - s - 1)
+    ]
+    assert differ
+    assert warning.startswith(
+        f"warning: {len(differ)} of {len(every)} rounds that were served with draft 'mtp' differ"
+    )
+    shortest = min(len(server.texts[n][0]) + s for n, s in differ)
+    assert f"kept nothing, from texts of {shortest} tokens on" in warning
 
 
 def test_what_was_asked_before_a_failure_is_not_asked_again(
@@ -224,6 +292,9 @@ def test_what_cannot_be_retraced_is_refused_in_one_line(
     small = read_pair("demo").drafts["small"]
     assert "but this server serves" in error(start(model=small, draft_model=small))
     assert "no server answers" in error(server, "http://127.0.0.1:9")
+    textless = start()
+    textless.put_status(None)
+    assert "notes no texts" in error(textless)
     server.faults = ["unnoted"] * 1000
     assert "the agent notes no proposals" in error(server)
     other = start(accepts_none=True)

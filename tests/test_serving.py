@@ -49,6 +49,9 @@ class Booked:
     computed: int = 0
     placeholders: int = 0
     spec: int = 0
+    blind: bool = False
+    """Whether ``spec`` are dummies, as of the steps in execution ``dummies`` says."""
+    dummies: list[bool] = field(default_factory=list)
     out: int = 0
     first: float = -1.0
     finished: float = -1.0
@@ -67,6 +70,8 @@ class Oracle:
     members: list[tuple[int, int, int]] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
     context: float = 0.0
+    is_blind: bool = False
+    """Whether a text of the step is too long for the draft."""
 
     @property
     def gammas(self) -> tuple[int, ...]:
@@ -83,7 +88,8 @@ class Oracle:
             if r.placeholders and r.computed + 2 - r.placeholders >= r.prompt + r.budget:
                 continue
             spec = r.spec
-            if not r.placeholders and r.computed >= r.prompt:  # the draft's own proposals are known
+            known = not r.placeholders and r.computed >= r.prompt and not r.blind
+            if known:  # the draft's own proposals
                 spec = min(spec, self.proposals(r))
             new = r.prompt + r.out + spec + r.placeholders - r.computed
             if not self.rules.drafts_after and r.computed >= r.prompt:
@@ -123,8 +129,11 @@ class Oracle:
             r.computed if read else r.prompt + r.out - 1
             for (r, *_), read in zip(scheduled, reading, strict=True)
         )
+        longest = max(r.computed + new for r, new, _ in scheduled)
+        self.is_blind = 0 < self.rules.drafts_up_to < longest
         drafted = max(0, *(d for *_, d in scheduled))
         passes = self.gammas[len(scheduled)] if self.rules.drafts_after else drafted
+        passes = 0 if self.is_blind else passes
         self.steps.append([len(scheduled), rows, prompts, context, passes])
         load = StepLoad("small", rows, prompts, len(scheduled), context, passes)
         return sum(
@@ -139,14 +148,16 @@ class Oracle:
             self.members.append((len(self.steps) - 1, r.name, drafted))
             if drafted >= 0:
                 r.placeholders += 1 + drafted
-                r.spec = self.gammas[len(scheduled)]
+                r.dummies.append(r.blind)
+                r.spec, r.blind = self.gammas[len(scheduled)], self.is_blind
 
     def update(self, scheduled: list[tuple[Booked, int, int]], now: float) -> list[Booked]:
         ended = []
         for r, _, drafted in scheduled:
             if r.finished >= 0 or drafted < 0:
                 continue
-            ahead = r.agree[r.out : min(r.length, r.out + drafted)] if r.out else []
+            kept = 0 if r.dummies.pop(0) else drafted
+            ahead = r.agree[r.out : min(r.length, r.out + kept)] if r.out else []
             accepted = [*(a == AGREE_YES for a in ahead), False].index(False)
             r.computed -= drafted - accepted
             r.placeholders -= drafted + 1
@@ -230,6 +241,8 @@ def poisson(rate: float, count: int = 60) -> Load:
         (RULES._replace(ahead=1), Load(8), {"1": 5, "4": 3, "7": 0}, 0.0),
         (NARROW._replace(ahead=1, max_batched_tokens=37), poisson(70.0), 5, 0.0),
         (RULES._replace(drafts_after=False), poisson(50.0), {"1": 5, "4": 1}, 0.1),
+        (RULES._replace(drafts_up_to=60), Load(8), {"1": 5, "4": 3, "7": 0}, 0.1),
+        (RULES._replace(drafts_up_to=80, ahead=1), poisson(60.0), 6, 0.0),
         (RULES, Load(6), LONGER, 0.0),
         (NARROW._replace(ahead=1, max_batched_tokens=37), poisson(70.0), LONGER, 0.0),
     ],

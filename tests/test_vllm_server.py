@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from doors import Door
 from doubles import REFUSED, FakeVllm, served
 from synthetic import policy
 from waiting import eventually
@@ -143,12 +144,31 @@ def test_whose_texts_are_noted_stays(fake: FakeVllm) -> None:
 
 def test_a_key_and_a_path_reach_the_server(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.key, fake.path = "secret", "/models/a"
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "of another host")
     for ending in ("/models/a", "/models/a/v1/"):
         assert RunningServer(fake.url + ending, fake.folder).draft == "near"
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(EngineError, match=r"/v1/models: no models \(401: .*Unauthorized"):
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(EngineError, match=r"asks for a key \(401\); VLLM_API_KEY names it"):
         RunningServer(f"{fake.url}/models/a", fake.folder)
+    assert fake.authorization is None
+
+
+def test_a_password_in_a_url_is_sent_and_never_told(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of others")
+    host = fake.url.removeprefix("http://")
+    server = RunningServer(f"http://me:hunter2@{host}", fake.folder)
+    assert (server.url, str(fake.authorization)[:6]) == (fake.url, "Basic ")
+    door = Door(str(tmp_path / "a.db"))
+    there = {"pair": "demo", "folder": fake.folder}
+    for url in (f"http://me:hunter2@{host}", "http://me:hunter2@x:port", "me:hunt/er2@x"):
+        found = door.call("tune", url=url, workload="demo", **there)
+        schedule = door.call("schedule add nightly", cron="@daily", url=url, recorded="1h", **there)
+        for one in (found, schedule):
+            assert one.exit_code == 2
+            assert "hunt" not in one.stdout + one.stderr
 
 
 def test_what_is_wrong_is_one_line(

@@ -417,6 +417,17 @@ def latency_json(timed: Sequence[tuple[float, float, int]]) -> dict[str, Any] | 
     }
 
 
+def device_name(device: str, card: str | None = None) -> str:
+    """What policies are published for: a device, of GPUs that of one name (``cuda:NVIDIA L4``), as
+    a policy that is best on one card need not be on another."""
+    return f"{device}:{card}" if card and device != "cpu" else device
+
+
+def devices_of(device: str) -> tuple[str, ...]:
+    """By what names something is published for a device: its own, and that of all its kind."""
+    return tuple(dict.fromkeys((device, device.partition(":")[0])))
+
+
 def quantiles(values: list[float]) -> dict[str, float] | None:
     """Mean, p50, p95 and p99; None of nothing."""
     if not values:

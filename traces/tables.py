@@ -33,6 +33,7 @@ from spectune.traces.schema import (
     Tokens,
     Trie,
     Verifier,
+    device_name,
 )
 
 LAST = 1
@@ -111,6 +112,12 @@ class Recording(Value):
     def engine(self) -> str:
         """What decoded it, ``native`` where it does not say."""
         return str(self.options.get("engine", "native"))
+
+    @property
+    def device_name(self) -> str:
+        """What policies are published for that suit where it was decoded; empty where it does not
+        say."""
+        return device_name(str(self.options.get("device", "")), self.options.get("hardware"))
 
     def shown(self) -> str:
         """Each draft, what its panoramas hold, and of how many requests if not of all."""

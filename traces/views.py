@@ -30,8 +30,11 @@ FROM panorama p JOIN trajectory t ON t.recording_id = p.recording_id AND t.ordin
   JOIN recording c ON c.id = t.recording_id CROSS JOIN {{positions}}""",
     "publications_in_force": """
 SELECT b.version, b.deployment, b.pair_id, b.device, b.policy_id, y.label AS policy,
-  b.created_at AS since, LEAD(b.created_at) OVER (
-    PARTITION BY b.deployment, b.pair_id, b.device ORDER BY b.version) AS until, b.actor, b.reason
+  b.created_at AS since, (
+    SELECT n.created_at FROM publication n
+    WHERE n.deployment = b.deployment AND n.pair_id = b.pair_id AND n.version > b.version AND (
+      n.device = b.device OR substr(b.device, 1, length(n.device) + 1) = n.device || ':')
+    ORDER BY n.version LIMIT 1) AS until, b.actor, b.reason
 FROM publication b JOIN policy y ON y.id = b.policy_id""",
 }
 _ARRAYS: Final = "json_array_elements_text(p.at_risk), json_array_elements_text(p.survived)"

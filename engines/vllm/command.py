@@ -8,19 +8,22 @@ from typing import Any
 
 from spectune.engines.export import vllm_settings
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.blocks import ByLoadWindow, FixedWindow
+from spectune.runtime.policies.blocks import ByLoadWindow
+from spectune.runtime.text_codec import positions_of
 from spectune.traces.errors import PairError, PolicyError
 
 SCHEDULER = "spectune.engines.vllm.agent.Scheduler"
 
 
-def every_gamma(most: int, max_num_seqs: int) -> ByLoadWindow:
-    """A window that names every number of tokens from 0 to ``most``, which is what vLLM captures
-    GPU graphs for: ``most`` but for the largest batches, which draft less and less. Fewer seats
-    than numbers leave the smallest out."""
-    fewer = range(1, min(most, max_num_seqs - 1) + 1)
-    later = {max_num_seqs - len(fewer) + less: most - less for less in fewer}
-    return ByLoadWindow(kind="by_load", gamma={1: most, **later})
+def every_gamma(most: int, max_num_seqs: int, gamma: int | None = None) -> ByLoadWindow:
+    """A window that names every number of tokens from 0 to ``most``, as vLLM captures full CUDA
+    graphs for those alone that it is started with: ``gamma`` (None: ``most``) but for the largest
+    batches, one for each other number, which draft less and less. Fewer seats than numbers leave
+    the smallest out."""
+    usual = most if gamma is None else gamma
+    others = [number for number in range(most, -1, -1) if number != usual][: max_num_seqs - 1]
+    first = max_num_seqs - len(others) + 1
+    return ByLoadWindow(kind="by_load", gamma={1: usual, **dict(enumerate(others, first))})
 
 
 def speculative_config(
@@ -31,11 +34,25 @@ def speculative_config(
     return vllm_settings(every_gamma(most, max_num_seqs), path, method)
 
 
+def short_draft(spec: PairSpec, draft: str) -> str:
+    """A line on a draft whose own length ends before the target's; empty where it does not, or has
+    no checkpoint. Raises PairError for one that cannot be read."""
+    path = spec.drafts.get(draft)
+    ends, longest = (None if p is None else positions_of(p) for p in (path, spec.target))
+    if ends is None or longest is None or ends >= longest:
+        return ""
+    return (
+        f"draft {draft} ends at {ends} tokens (max_position_embeddings), the target at {longest}: "
+        "vLLM's first model runner drafts for no request of a step of which one is longer"
+    )
+
+
 def server_arguments(
     spec: PairSpec, *, draft: str | None, gamma: int, most: int | None, max_num_seqs: int
 ) -> tuple[str, ...]:
     """How to serve a pair with one of its drafts, by default its first, drafting ``gamma`` tokens
-    until something is published, and at most ``most`` (None: as many) from then on.
+    until something is published (the largest batches others, :func:`every_gamma`), and at most
+    ``most`` (None: as many) from then on.
 
     Raises PairError for a draft that the pair has not, PolicyError where ``gamma`` is more than
     ``most``.
@@ -47,9 +64,7 @@ def server_arguments(
     if name not in spec.draft_names:
         has = ", ".join(spec.draft_names)
         raise PairError(f"--draft {name}: pair {spec.name} has no such draft; it has: {has}")
-    window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gamma)
-    if gamma != most:  # a schedule changes what vLLM pads, and which graphs it captures
-        window = ByLoadWindow(kind="by_load", gamma={1: gamma})
+    window = every_gamma(most, max_num_seqs, gamma)
     config = vllm_settings(window, spec.drafts.get(name), name) | {"num_speculative_tokens": most}
     options = {
         "max-num-seqs": str(max_num_seqs),

@@ -26,7 +26,9 @@ from spectune.engines.vllm.folder import (
     Line,
     Status,
     Tail,
+    own_policy,
     parse_line,
+    policy_by,
     read_policy,
     read_status,
     table_of,
@@ -36,7 +38,7 @@ from spectune.engines.vllm.folder import (
 from spectune.engines.vllm.follow_policy import served_pair
 from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.policies.document import ByLoadWindow, FixedWindow, Policy
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import EngineError, PolicyError
 from spectune.traces.schema import Sampling
 from spectune.traces.text import one_line
@@ -65,12 +67,13 @@ class RunningServer(Swapping):
     engine = VLLM
 
     def __init__(self, url: str, folder: Path, pair: PairSpec | None = None) -> None:
-        self.url, self.folder = server_url(url), folder
+        address = server_url(url)
+        self.url, self.folder = without_credentials(address), folder
         status = self.status()
         if status.refused is not None and not status.refused.version:
             raise EngineError(f"{folder}: the agent is off: {status.refused.reason}")
         self._described = status.engine
-        self._client = client_of(self.url)
+        self._client = client_of(address)
         self.model = self._served_model()
         self.version, self.serving = status.engine.engine_version, status.engine.serving
         self.runs_on = status.engine.about
@@ -92,18 +95,11 @@ class RunningServer(Swapping):
 
     @property
     def policy(self) -> Policy:
-        """What is in force: the table of ``policy.json``, else the server's own number of draft
-        tokens."""
-        gammas, contexts = self._before.get("gammas"), self._before.get("contexts", {})
-        if self.draft == "none":
-            return Policy()
-        if not self._before.get("version") or not isinstance(gammas, Mapping):
-            gammas, contexts = {"1": self.wanted.most}, {}
-        window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gammas["1"])
-        if len(gammas) > 1 or contexts:
-            table = {"kind": "by_load", "gamma": gammas, "contexts": contexts}
-            window = ByLoadWindow.model_validate(table)
-        return Policy(draft=self.draft, window=window)
+        """What is in force: the table of ``policy.json``, else the server's own."""
+        gammas = self._before.get("gammas")
+        if self.draft == "none" or not self._before.get("version") or not gammas:
+            return own_policy(self.runs_on, self.draft)
+        return policy_by(self.draft, gammas, self._before.get("contexts", {}))
 
     def close(self) -> None:
         """Puts back what was in force, unless somebody else has put something there since. Policies
@@ -174,6 +170,8 @@ class RunningServer(Swapping):
         """The name that requests go to: the model's of the folder, not an adapter's."""
         try:
             answer = self._client.get("v1/models", timeout=30)
+            if answer.status_code == 401:
+                raise EngineError(f"{self.url}: it asks for a key (401); VLLM_API_KEY names it")
             names = {card.get("root"): card["id"] for card in answer.json()["data"]}
             return str(names.get(self._described.model) or next(iter(names.values())))
         except httpx2.HTTPError as error:
@@ -276,14 +274,26 @@ def server_url(url: str) -> str:
     except httpx2.InvalidURL:
         is_url = False
     if not is_url:
-        raise EngineError(f"--url {url}: a server's URL is expected, as http://localhost:8000")
+        given = without_credentials(url)
+        raise EngineError(f"--url {given}: a server's URL is expected, as http://localhost:8000")
     return str(parsed).rstrip("/").removesuffix("/v1")
 
 
+def without_credentials(url: str) -> str:
+    """A URL as it is printed and stored: without the name and the password before its host."""
+    with suppress(httpx2.InvalidURL):
+        parsed = httpx2.URL(url if "://" in url else f"http://{url}")
+        if not parsed.userinfo:
+            return url
+        return str(parsed.copy_with(userinfo=b""))
+    return f"***@{url.rpartition('@')[2]}" if "@" in url else url
+
+
 def client_of(url: str) -> httpx2.Client:
-    """What sends to a server, a connection a request, as idle ones end unannounced, and with the
-    key of ``OPENAI_API_KEY`` or ``VLLM_API_KEY``."""
-    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
+    """What sends to a server, a connection a request, as idle ones end unannounced, with the name
+    and the password of its URL, else the key of ``VLLM_API_KEY``, as the server itself reads it.
+    Other variables hold keys of other hosts."""
+    key = None if httpx2.URL(url).userinfo else os.environ.get("VLLM_API_KEY")
     return httpx2.Client(
         base_url=url,
         headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -20,10 +20,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import chain_round
-from spectune.runtime.policies.document import ByLoadWindow, Policy
+from spectune.runtime.policies.document import ByLoadWindow, FixedWindow, Policy
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing
-from spectune.traces.schema import Sampling, Step, Tokens, Verifier
+from spectune.traces.schema import Sampling, Step, Tokens, Verifier, device_name
 from spectune.traces.tables import Trajectory
 from spectune.traces.text import one_line
 
@@ -62,7 +62,8 @@ class _Noted(BaseModel):
 
 
 class Engine(_Noted):
-    """A server as its agent describes it."""
+    """A server as its agent describes it. ``gammas``: what it drafts by itself, by the batch size
+    from which on it holds (None: always the most)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -73,6 +74,8 @@ class Engine(_Noted):
     method: str | None = None
     draft_model: str | None = None
     num_speculative_tokens: Whole | None = None
+    gammas: dict[str, Whole] | None = None
+    hardware: str | None = None
     above_zero: Verifier = "greedy"
     serving: dict[str, Any]
 
@@ -88,6 +91,11 @@ class Engine(_Noted):
     @property
     def max_len(self) -> int:
         return int(self.serving.get("max_len", 2**31 - 1))
+
+    @property
+    def device_name(self) -> str:
+        """What policies are published for that it follows."""
+        return device_name(self.device, self.hardware)
 
 
 def _reason(error: ValidationError) -> str:
@@ -110,13 +118,15 @@ class Refused(_Noted):
 
 class Status(_Noted):
     """``status.json``: which boot of the server writes, what is in force there, what its agent
-    refused, why it failed, how many requests it dropped, and when it said so."""
+    refused, why it failed, how many requests it dropped, when it said so, and what a request says
+    in ``spectune`` of ``vllm_xargs`` to be retraced (None: no texts are noted, and none is)."""
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
     engine: Engine
     in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
     refused: Refused | None = None
     fault: str | None = None
+    retrace: str | None = None
     dropped: int = 0
     at: Moment = 0.0
 
@@ -343,6 +353,23 @@ def version_of(document: Mapping[str, Any]) -> int:
     the server's own number of draft tokens, or nothing that can be read."""
     version = document.get("version")
     return version if type(version) is int else 0
+
+
+def own_policy(about: Mapping[str, Any], draft: str) -> Policy:
+    """What a server of an agent's description drafts by itself, with its ``draft``."""
+    if draft == "none":
+        return Policy()
+    gammas = about.get("gammas") or {"1": about.get("num_speculative_tokens") or 0}
+    return policy_by(draft, gammas, {})
+
+
+def policy_by(draft: str, gammas: Mapping[str, int], contexts: Mapping[str, Any]) -> Policy:
+    """A table of ``policy.json`` as a policy."""
+    window: FixedWindow | ByLoadWindow = FixedWindow(gamma=gammas["1"])
+    if len(gammas) > 1 or contexts:
+        table = {"kind": "by_load", "gamma": gammas, "contexts": contexts}
+        window = ByLoadWindow.model_validate(table)
+    return Policy(draft=draft, window=window)
 
 
 def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.reload import REASON_LIMIT
 from spectune.traces.errors import PairError, PolicyError
+from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import Newest
 from spectune.traces.tables import AckStatus, FollowedServer
@@ -199,15 +200,16 @@ class PolicyWriter:
     ) -> tuple[int, Mapping[str, Any] | None]:
         """The newest publication for the server, and what ``policy.json`` says of the newest that
         it can run."""
+        devices = devices_of(engine.device_name)
         drafts = {
             n.pair_id: draft
             for n in newest
-            if n.device == engine.device and (draft := self._draft_in(n)) is not None
+            if n.device in devices and (draft := self._draft_in(n)) is not None
         }
         if not drafts:
             self._explain(engine, newest)
             return 0, None
-        published = self.store.list_publications(None, engine.device, self.deployment)
+        published = self.store.list_publications(None, engine.device_name, self.deployment)
         published = tuple(p for p in published if p.pair_id in drafts)
         for publication in published:
             version = publication.version
@@ -238,14 +240,14 @@ class PolicyWriter:
             loaded = f"{engine.model} with {engine.draft_model or self._models.method}"
             line = (
                 f"version {last.version} of deployment {self.deployment} is not for this server, "
-                f"which serves {loaded} on {engine.device}: it is for pair {last.pair_name} "
+                f"which serves {loaded} on {engine.device_name}: it is for pair {last.pair_name} "
                 f"({last.pair_id}) on {last.device}"
             )
         else:
             elsewhere = {
                 n.deployment: n.version
                 for n in self.store.newest_publications()
-                if n.device == engine.device and self._draft_in(n) is not None
+                if n.device in devices_of(engine.device_name) and self._draft_in(n) is not None
             }
             there = ", ".join(f"{name} (version {n})" for name, n in sorted(elsewhere.items()))
             if there:

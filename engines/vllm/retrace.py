@@ -3,8 +3,8 @@
 The server drafts by any method that vLLM has; nothing of it is loaded here. For each position a
 request is sent whose prompt ends before the position's last token and which may emit that token
 alone: what vLLM drafts next is what it proposes there, at any temperature of the text. The agent
-notes it in its folder. With prefix caching a position costs about one token of the target, those
-that are drafted, and their verification.
+notes it in its folder, for requests that carry the key that stands there. With prefix caching a
+position costs about one token of the target, those that are drafted, and their verification.
 
 A server that accepts no draft (vLLM's synthetic acceptance rates of 0) drafts at every position of
 a greedy text while it decodes it: one request a text.
@@ -101,6 +101,12 @@ class Retracer:
         self.draft = _draft_name(server, PairSpec.from_json(document, where=recording.pair_id))
         self._tail = Tail(server.folder, server.status().boot)
         self._more = {"priority": LAST} if about.get("by_priority") else {}
+        self._word = server.status().retrace
+        if self._word is None:
+            raise EngineError(
+                "this server's agent notes no texts, hence none that is retraced; start it with "
+                "SPECTUNE_TEXTS=all or a share, and `follow` without --texts none"
+            )
         self._token = f"{SENT}{secrets.token_hex(4)}"
         self._texts: Mapping[int, Trajectory] = {}
         """Those that are asked about."""
@@ -189,7 +195,7 @@ class Retracer:
             "temperature": 0,
             "ignore_eos": True,
             "max_tokens": len(output),
-            "vllm_xargs": {"spectune": "retrace"},
+            "vllm_xargs": {"spectune": self._word},
             **self._more,
         }
         if not self.accepts_none:

@@ -11,6 +11,7 @@ from spectune.engines.vllm.folder import Engine, table_of
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PairError, PolicyError
+from spectune.traces.schema import devices_of
 from spectune.traces.tables import FollowedServer
 
 
@@ -57,8 +58,9 @@ def why_not(
     """Why a server will not run a policy that is published on a device for a pair, by its name and
     its :attr:`PairSpec.models`; empty where it can."""
     engine = Engine.model_validate(server.engine)
-    if engine.device != device:
-        return f"it runs on {engine.device}, and this is for {device}: say --device {engine.device}"
+    if device not in devices_of(engine.device_name):
+        name = engine.device_name
+        return f"it runs on {name}, and this is for {device}: say --device {name}"
     draft = Models(**server.models).draft_in(pair)
     if draft is None:
         loaded = f" with {engine.draft_model}" if engine.draft_model else ""

@@ -23,6 +23,7 @@ from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
+from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.texts import ComparedTexts
@@ -396,8 +397,9 @@ def engine_bench(
 ) -> EngineBench:
     """The bench of an engine's recording, for policies, or where there are none for those of every
     draft that the engine had loaded, under the loads that ``arrivals`` names, the numbers of a
-    file in ``unit``; ``tell`` is told how a file of arrivals was read. Raises as
-    :func:`open_trace`, :func:`loads_of` and :func:`costs_of_engine` do."""
+    file in ``unit``; ``tell`` is told first where served rounds differ from their replay, and how a
+    file of arrivals was read. Raises as :func:`open_trace`, :func:`loads_of` and
+    :func:`costs_of_engine` do."""
     engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
     for policy in policies:
         engine.runs(policy)
@@ -405,6 +407,9 @@ def engine_bench(
     replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
     opened = open_trace(store, info.id, replayed)
     trace, requests = opened.trace, list[RecordedRequest]()
+    for draft in sorted({p.draft for policy in replayed for p in policy.candidates}):
+        if apart := differing_rounds(store, opened, draft):
+            tell(f"warning: {apart}")
     fit, search, *rest = recorded_parts(store, info.id, opened.ordinals)
     parts = Parts([], sorted([*fit, *search]), *rest)  # nothing is fitted to these
     if arrivals.partition("@")[0] == "recorded":

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from spectune.engines.vllm.command import short_draft
 from spectune.optimizer.check import Check, check_pair, memory
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
@@ -53,7 +54,8 @@ def check(s: Settings, talk: Talk) -> Result:
             clock=time.perf_counter, progress=talk.progress,
         )  # fmt: skip
         first = first_positions(store, checked.recording)
-    for line in hardly_accepted(first, pair.heads):
+    short = [line for draft in spec.drafts if (line := short_draft(spec, draft))]
+    for line in (*hardly_accepted(first, pair.heads), *short):
         talk.tell(line)
     longer = Sampling().max_new_tokens / s.sampling.max_new_tokens
     tokens = checked.tokens / len(checked.texts) * len(tuned.requests) * longer

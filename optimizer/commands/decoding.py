@@ -13,7 +13,7 @@ from spectune.engines.abilities import engine_named
 from spectune.engines.protocol import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.commands.session import Talk, deployment_for, policy_named
+from spectune.optimizer.commands.session import Talk, deployment_for, device_of, policy_named
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import narrow, read_files
@@ -21,7 +21,6 @@ from spectune.optimizer.on_engine import check_options, prompts_of
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.checkpoints import ignored_settings
 from spectune.runtime.decoder import prepare_for
-from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, check_threads
 from spectune.runtime.policies.plan import Plan
@@ -126,7 +125,7 @@ def plan_of(
 ) -> Plan:
     """A policy by name, ready to decode with a loaded pair. Says where it was tuned for another
     sampling. Raises PolicyError."""
-    where = pair.id, pair.device.type, deployment
+    where = pair.id, pair.device_name, deployment
     policy = policy_named(store, name, *where, talk)
     active = store.active_publication(*where) if name == "active" else None
     if active and (warning := other_sampling(active, options.sampling, options.verifier)):
@@ -167,7 +166,7 @@ class Served:
         talk.no_effect(s, f"({engine.title} {where})", "device", "dtype")
         self.spec, self.talk, self.name, self.threads = spec, talk, s.engine, s.threads
         self.options = DecodeOptions.of(s.sampling)
-        device = engine.device or ("cuda" if sees_cuda() else "cpu")
+        device = engine.device or device_of("auto")
         check_options(engine, self.options)
         workload = read_workload(s, spec, talk)
         deployment = deployment_for(s, s.engine)

@@ -8,7 +8,7 @@ from typing import Any
 
 from spectune.db.urls import parse_url, shown
 from spectune.engines.abilities import ENGINES
-from spectune.engines.vllm.command import server_arguments
+from spectune.engines.vllm.command import server_arguments, short_draft
 from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.commands.session import Talk, next_command, pair_of
 from spectune.settings import Engines
@@ -41,8 +41,10 @@ def _vllm(s: Engines, talk: Talk) -> Result:
     arguments = server_arguments(
         spec, draft=s.draft, gamma=s.gamma, most=s.gamma_max, max_num_seqs=s.max_num_seqs
     )
+    if line := short_draft(spec, s.draft or spec.draft_names[0]):
+        talk.tell(line)
     folder = shlex.quote(str(Path(s.folder).absolute()))
-    serve = f"mkdir -p {folder} && SPECTUNE_FOLDER={folder} {shlex.join(arguments)}"
+    serve = f"mkdir -p -m 700 {folder} && SPECTUNE_FOLDER={folder} {shlex.join(arguments)}"
     if "***" in shown(parse_url(s.db)):
         talk.tell("set SPECTUNE_DB first: the URL of the database holds a password")
         follow = f"spectune follow {folder}"

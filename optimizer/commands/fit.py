@@ -88,7 +88,7 @@ def _chooser(store: TraceStore, s: Fit, talk: Talk) -> StoredFit:
     pair = load(s, pair_of(s, store, recording), talk, notes=False)
     policies = {}
     for name in s.policy:
-        policy = policy_named(store, name, pair.id, pair.device.type, s.deployment, talk)
+        policy = policy_named(store, name, pair.id, pair.device_name, s.deployment, talk)
         if policy.candidates != (policy,) or policy.id in policies:
             raise PolicyError(f"--policy {name}: give different policies without by_prompt")
         policies[policy.id] = policy

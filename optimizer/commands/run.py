@@ -191,8 +191,9 @@ def _source(
         plan = plan_of(store, pair, s.policy, options, costs, s.deployment, talk)
         yield StaticSource(plan)
         return
-    if not store.active_version(pair.id, pair.device.type, s.deployment):
-        policy_named(store, "active", pair.id, pair.device.type, s.deployment, talk)
+    where = pair.id, pair.device_name, s.deployment
+    if not store.active_version(*where):
+        policy_named(store, "active", *where, talk)
     how: dict[str, Any] = {"verifier": options.verifier, "sampling": options.sampling}
     with watch(store, pair, None, profile, deployment=s.deployment, **how) as source:
         if source.last_error:

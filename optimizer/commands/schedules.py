@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spectune.engines.abilities import VLLM
+from spectune.engines.vllm.execute import without_credentials
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     OF_TEXTS,
@@ -21,6 +22,7 @@ from spectune.optimizer.schedule import add_schedule, history, list_schedules, r
 from spectune.optimizer.simulate.load import objective_of
 from spectune.runtime.pair import check_threads
 from spectune.settings import ScheduleAdd, Scheduled, ScheduleList, ScheduleRemove
+from spectune.traces.errors import ConfigError
 
 SHOWN = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
 ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
@@ -48,6 +50,11 @@ def _scheduled(s: ScheduleAdd) -> Scheduled:
     values |= {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
     if s.url is not None or s.folder is not None:
         check_server(s.url, s.folder, s.engine)
+        if s.url and without_credentials(s.url) != s.url:
+            raise ConfigError(
+                "--url: a schedule is stored, and a password in its URL with it; leave that out, "
+                "and set VLLM_API_KEY where `schedule run` runs"
+            )
         values |= {"engine": VLLM.name, "folder": str(Path(s.folder or "").resolve())}
     if engine := values["engine"]:
         values["deployment"] = deployment_for(s, engine)

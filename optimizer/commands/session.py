@@ -22,14 +22,14 @@ from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
 from spectune.options import without_effect
-from spectune.runtime.hardware import sees_cuda
+from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.settings import OnPair, Requests, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError, TraceError
 from spectune.traces.files import replacing, why_not_writable
-from spectune.traces.schema import Step
+from spectune.traces.schema import Step, device_name
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import DESIGNED, Recording
 from spectune.traces.text import shortened
@@ -124,8 +124,10 @@ def names_pair(settings: OnPair) -> bool:
 
 
 def device_of(device: str) -> str:
-    """``cpu`` or ``cuda``, where ``auto`` is what torch would find."""
-    return device if device != "auto" else "cuda" if sees_cuda() else "cpu"
+    """``cpu``, ``cuda`` or ``cuda:NAME`` of a GPU, where ``auto`` is what torch would find."""
+    if device != "auto":
+        return device
+    return device_name("cuda", hardware("cuda")) if sees_cuda() else "cpu"
 
 
 def policy_named(

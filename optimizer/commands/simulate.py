@@ -18,6 +18,7 @@ from spectune.optimizer.commands.session import (
     write_rows,
 )
 from spectune.optimizer.inputs import outcome_json
+from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.trace import simulate as replay
 from spectune.runtime.policies.document import PromptPolicy
 from spectune.settings import Simulate
@@ -31,7 +32,8 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         info = recording_on(store, s.recording, s.engine)
         device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
         deployment = deployment_for(s, info.engine)
-        policy = policy_named(store, s.policy, info.pair_id, device, deployment, talk)
+        where = info.pair_id, info.device_name if s.device == "auto" else device, deployment
+        policy = policy_named(store, s.policy, *where, talk)
         if s.load.arrivals is not None:
             keys = ("since", "profile", "per_round", "keep_q_table")
             talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
@@ -51,6 +53,10 @@ def simulate(s: Simulate, talk: Talk) -> Result:
             store, info.id, policy, profile, since=s.since, tell=talk.tell, limit=s.limit,
             per_round=s.per_round is not None,
         )  # fmt: skip
+        if policy.speculates and s.since is None:
+            for draft in sorted({p.draft for p in policy.candidates if p.speculates}):
+                if apart := differing_rounds(store, opened, draft):
+                    talk.tell(f"warning: {apart}")
         for chunk in opened.skipped:
             talk.tell(f"left out: {chunk}")
         if opened.lacking:

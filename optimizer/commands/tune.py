@@ -83,7 +83,7 @@ def tune(s: Tune, talk: Talk) -> Result:
         page, failed = page_of(store, tuned.study, s.db, s.report, talk.tell)
     result = tuning_result(tuned)
     data = {**result.data, "heads": pair.hidden_states, "report": page}
-    where = f"in deployment {s.deployment}, for pair {pair.spec.name} on {pair.device.type}"
+    where = f"in deployment {s.deployment}, for pair {pair.spec.name} on {pair.device_name}"
     text = f"{result.text}\n{closing(data, where, _next(data, s))}"
     return replace(result, text=text, data=data, failed=failed)
 

@@ -33,13 +33,14 @@ ROUND_COLUMNS: Final = (
 class Texts(NamedTuple):
     """What a kernel reads of a trace: the requests in replayed ``order``, and by request where it
     begins among all positions, its prompt's tokens, its budget, and whether it is sampled (1) or
-    greedy (0)."""
+    greedy (0). ``up_to``: tokens of a text up to which an engine drafts, 0: any."""
 
     order: Index
     offsets: Index
     prompts: Index
     budgets: Index
     sampled: Index
+    up_to: int
 
 
 class Sums(NamedTuple):
@@ -128,14 +129,17 @@ def replay_chains(
         length, budget = texts.offsets[r + 1] - begin, texts.budgets[r]
         context = texts.prompts[r] - 1
         reset(window, state)
-        start, lag, total = 0, 1, NOTHING
+        start, lag, total, longest = 0, 1, NOTHING, context
         while start < length:
             word = int(words[begin + start])
             gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
             drafted, passes = min(gamma, (word >> 8) & 255), min(gamma, (word >> 16) & 255)
             accepted = min(word & 255, drafted)
+            if 0 < texts.up_to < longest:  # dummies
+                drafted, passes, accepted = gamma, 0, 0
             emitted = min(accepted + 1, length - start)
             accepted = min(accepted, emitted)
+            longest = context + start + 1 + drafted  # of this step, which drafts for the next
             seconds = round_seconds(
                 costs, sampled, context + start, begin + start, lag, passes, drafted, emitted
             )

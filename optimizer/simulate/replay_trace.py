@@ -103,10 +103,11 @@ class ReplayTrace:
     next. ``seed`` chooses the draws of requests decoded by the rejection verifier. ``copies`` maps
     drafts that copy, whatever the window, to what each request's starts would, uint8 [2,
     positions]: how many tokens there are to copy, and how many of them the text goes on with.
-    ``past`` tokens may be drafted beyond those that were asked for. A draft under a shortlist goes
-    by :attr:`Policy.recorded_draft`, and the draft itself is there as well. ``conversations``: the
-    number of each trajectory's (:func:`conversations_of`). Raises TraceError where panoramas do not
-    match.
+    ``past`` tokens may be drafted beyond those that were asked for. ``drafts_up_to``: as
+    :class:`engines.rules.ServingRules` has it, of each request alone. A draft under a shortlist
+    goes by :attr:`Policy.recorded_draft`, and the draft itself is there as well. ``conversations``:
+    the number of each trajectory's (:func:`conversations_of`). Raises TraceError where panoramas do
+    not match.
     """
 
     def __init__(
@@ -117,13 +118,14 @@ class ReplayTrace:
         seed: int = 0,
         copies: Mapping[str, Sequence[npt.NDArray[np.uint8]]] | None = None,
         past: int = 0,
+        drafts_up_to: int = 0,
     ) -> None:
         self.trajectories = tuple(trajectories)
         self.conversations = conversations_of(trajectories)
         lengths = np.array([len(t.output_ids) for t in trajectories], dtype=np.int64)
         self.offsets: Index = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.prompts = np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int64)
-        self.past = past
+        self.past, self.drafts_up_to = past, drafts_up_to
         self.budgets = np.array([t.max_new_tokens for t in trajectories], dtype=np.int64)
         self.sampled = np.array([not t.sampling.greedy for t in trajectories], dtype=np.int64)
         self.order: Index = np.arange(len(self.trajectories))
@@ -163,7 +165,8 @@ class ReplayTrace:
     @property
     def texts(self) -> Texts:
         """The requests replayed, as kernels read them."""
-        return Texts(self.order, self.offsets, self.prompts, self.budgets + self.past, self.sampled)
+        budgets, up_to = self.budgets + self.past, self.drafts_up_to
+        return Texts(self.order, self.offsets, self.prompts, budgets, self.sampled, up_to)
 
     @property
     def tokens(self) -> int:

@@ -51,14 +51,16 @@ class Queue(NamedTuple):
 
 class State(NamedTuple):
     """What changes, by request: prompt tokens that were scheduled (``read``), tokens that are out
-    (``out``), tokens to draft in its next step (``gamma``), and steps of it in execution
-    (``flying``), the last of which drafted ``flown`` tokens. ``running``: those admitted. Of the
-    steps in execution ``queue`` [ahead + 1, seats, 2]: each request and what it drafted (-1: a part
-    of its prompt is read), their ``sizes`` and ``ends``."""
+    (``out``), tokens to draft in its next step (``gamma``), whether these are dummies
+    (``blind``, :attr:`ServingRules.drafts_up_to`), and steps of it in execution (``flying``), the
+    last of which drafted ``flown`` tokens. ``running``: those admitted. Of the steps in execution
+    ``queue`` [ahead + 1, seats, 3]: each request, what it drafted (-1: a part of its prompt is
+    read) and whether that is dummies, their ``sizes`` and ``ends``."""
 
     read: Index
     out: Index
     gamma: Index
+    blind: Index
     flying: Index
     flown: Index
     running: Index
@@ -103,7 +105,8 @@ def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
     gamma = state.gamma[r]
     if not rules.drafts_after:
         gamma = min(gamma, queue.budgets[t] - out - 1)
-    if state.flying[r] == 0 and out < queue.lengths[t]:  # a draft may have no proposal
+    is_draft = state.flying[r] == 0 and state.blind[r] == 0
+    if is_draft and out < queue.lengths[t]:  # a draft may have no proposal
         gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)
     return int(max(0, min(1 + gamma, rules.max_len - cached - 1)))
 
@@ -120,6 +123,7 @@ def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> 
     else:
         drafted, cached = new - 1, int(queue.prompts[t] + state.out[r] - 1)
     state.queue[slot, size, 0], state.queue[slot, size, 1] = r, drafted
+    state.queue[slot, size, 2] = state.blind[r]
     if drafted >= 0:
         state.flying[r] += 1
         state.flown[r] = drafted
@@ -127,7 +131,9 @@ def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> 
 
 
 @compiled(inline=True)
-def _emit(queue: Queue, state: State, results: Found, r: int, drafted: int, now: float) -> bool:
+def _emit(
+    queue: Queue, state: State, results: Found, r: int, drafted: int, blind: int, now: float
+) -> bool:
     """A request gets the results of its step; whether its text has ended."""
     t, out = queue.text[r], state.out[r]
     state.flying[r] -= 1
@@ -135,7 +141,8 @@ def _emit(queue: Queue, state: State, results: Found, r: int, drafted: int, now:
         results.first[r] = now
         state.out[r] = 1
     else:
-        accepted = min(int(queue.words[queue.begins[t] + out - 1]) & 255, drafted)
+        run = 0 if blind else int(queue.words[queue.begins[t] + out - 1]) & 255
+        accepted = min(run, drafted)
         emitted = min(accepted + 1, queue.lengths[t] - out)
         state.out[r] += emitted
         results.counts[r, 0] += 1
@@ -203,7 +210,7 @@ def serve_queue(
         slot = (head + flying) % slots
         gammas = tables.gammas[_table(queue, tables, state, running)]
         budget = room = rules.max_batched_tokens
-        i = size = rows = prompts = context = most = 0
+        i = size = rows = prompts = context = most = longest = 0
         while budget > 0 and room > rules.draft_slots:
             if i == running:
                 if admitted >= arrived or running >= rules.max_num_seqs:
@@ -216,7 +223,9 @@ def serve_queue(
             new = min(_wanted(queue, rules, state, r), budget, room - rules.draft_slots)
             if new == 0:
                 continue
+            in_execution = state.flown[r] + 1 if state.flying[r] > 0 else 0
             drafted, cached = _put(queue, state, slot, size, r, new)
+            longest = max(longest, cached + in_execution + new)
             if len(results.members) > 0:
                 member = results.members[rounds]
                 member[0], member[1], member[2] = steps, r, drafted
@@ -226,11 +235,12 @@ def serve_queue(
             budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
         # Execute it, and say how many tokens its requests draft next.
         if size > 0:
-            gamma = gammas[size]
+            gamma, drafts = gammas[size], not 0 < rules.drafts_up_to < longest
             for n in range(size):
                 if state.queue[slot, n, 1] >= 0:
                     state.gamma[state.queue[slot, n, 0]] = gamma
-            passes = gamma if rules.drafts_after else most
+                    state.blind[state.queue[slot, n, 0]] = 0 if drafts else 1
+            passes = most if not rules.drafts_after else gamma if drafts else 0
             busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
             state.sizes[slot], state.ends[slot], results.ends[steps] = size, busy, busy
             row = results.steps[steps]
@@ -252,7 +262,9 @@ def serve_queue(
             r, drafted = state.queue[head, n, 0], state.queue[head, n, 1]
             if drafted < 0 or results.finished[r] >= 0:
                 continue
-            if _emit(queue, state, results, r, drafted, now) and queue.clients > 0 and sent < total:
+            blind = state.queue[head, n, 2]
+            has_ended = _emit(queue, state, results, r, drafted, blind, now)
+            if has_ended and queue.clients > 0 and sent < total:
                 queue.arrived[sent] = max(now, queue.arrived[sent - 1]) + rules.reply_s
                 sent += 1
         count = 0
@@ -355,7 +367,7 @@ def serve(
 
 def _fresh(count: int, rules: ServingRules) -> State:
     slots, seats = rules.ahead + 1, rules.max_num_seqs
-    running, queue = np.zeros(seats, np.int64), np.zeros((slots, seats, 2), np.int64)
+    running, queue = np.zeros(seats, np.int64), np.zeros((slots, seats, 3), np.int64)
     sizes, ends = np.zeros(slots, np.int64), np.zeros(slots)
-    read, out, gamma, flying, flown = np.zeros((5, count), np.int64)
-    return State(read, out, gamma, flying, flown, running, queue, sizes, ends)
+    read, out, gamma, blind, flying, flown = np.zeros((6, count), np.int64)
+    return State(read, out, gamma, blind, flying, flown, running, queue, sizes, ends)

@@ -96,6 +96,7 @@ def open_trace(
         panoramas,
         copies=copies,
         past=GAMMA_LIMIT * engine.past_end,
+        drafts_up_to=int(info.options.get("serving", {}).get("drafts_up_to", 0)),
     )
     return Opened(trace, info, loaded.skipped, lacking, tuple(r.ordinal for r in kept))
 

@@ -1,5 +1,6 @@
-"""Policies in force: an append-only list per deployment, pair and class of device, and what each
-node did with its entries."""
+"""Policies in force: an append-only list per deployment, pair and device, and what each node did
+with its entries. What is published for all devices of a kind (``cuda``) holds for each of them
+(``cuda:NVIDIA L4``) until something newer is published for that."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError, StaleVersionError
+from spectune.traces.schema import devices_of
 from spectune.traces.store.rows import Storage, given, is_stored, require
 from spectune.traces.tables import Acknowledgement, AckStatus, Pair, Publication, StoredPolicy
+from spectune.traces.views import IN_FORCE
 
 DEFAULT_DEPLOYMENT: Final = "default"
 
@@ -117,16 +120,19 @@ class Publications(Storage):
         *,
         limit: int | None = None,
     ) -> tuple[Publication, ...]:
-        """Publications of a pair, device and deployment (each optional), newest first."""
-        of = given(pair_id=pair_id, device=device, deployment=deployment)
+        """Publications of a pair, for a device (those for all of its kind among them) and of a
+        deployment, each optional, newest first."""
+        of = given(pair_id=pair_id, deployment=deployment)
         query = select(Publication).filter_by(**of)
+        if device is not None:
+            query = query.where(Publication.device.in_(devices_of(device)))
         with self.database.read() as session:
             return tuple(session.scalars(query.order_by(Publication.version.desc()).limit(limit)))
 
     def in_force(self) -> tuple[Publication, ...]:
         """What is in force in every deployment, for every pair and device, by their names."""
         of = (Publication.deployment, Publication.pair_id, Publication.device)
-        newest = select(func.max(Publication.version)).group_by(*of)
+        newest = select(IN_FORCE.c.version).where(IN_FORCE.c.until.is_(None))
         query = select(Publication).where(Publication.version.in_(newest)).order_by(*of)
         with self.database.read() as session:
             return tuple(session.scalars(query))
@@ -168,5 +174,5 @@ def _of_key(session: Session, key: str) -> Publication | None:
 
 def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
     p = Publication
-    of = (p.pair_id == pair_id, p.device == device, p.deployment == deployment)
+    of = (p.pair_id == pair_id, p.device.in_(devices_of(device)), p.deployment == deployment)
     return session.scalar(select(func.max(p.version)).where(*of)) or 0
