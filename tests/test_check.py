@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -
     printed = door.call("check", tiny_pair, work, **options)
     assert "1 of 6 prompts, 12 tokens" in printed.stdout
     assert f"spectune tune --pair {tiny_pair} --workload work.jsonl" in printed.stdout
+
+
+def test_a_draft_that_ends_before_its_target_is_named(
+    door: Door, tiny_pair: Path, tmp_path: Path
+) -> None:
+    models, short, pair = tiny_pair.parent, tmp_path / "short", tmp_path / "pair.json"
+    shutil.copytree(models / "near", short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    drafts = {"near": str(models / "near"), "short": str(short)}
+    pair.write_text(json.dumps({"target": str(models / "target"), "drafts": drafts}))
+    work = write_workload(Path("work.jsonl"), 2)
+    checked = door.call("check", pair, work, budget="1ms", gamma_max=2, max_new_tokens=12)
+    printed = door.call("engines vllm", pair=pair, draft="short")
+    for found in (checked, printed):
+        (line,) = [line for line in found.stderr.splitlines() if "ends at" in line]
+        assert "draft short ends at 128 tokens (max_position_embeddings), the target at 512" in line
 
 
 def test_what_is_no_draft_of_the_target_is_refused(door: Door, tiny_pair: Path) -> None:

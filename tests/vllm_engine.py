@@ -109,10 +109,12 @@ class Steps:
         aborted with its first tokens; ``retrace``: of one that is marked as retraced."""
         texts, sent, ended = [list[int]() for _ in prompts], 0, 0
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **params})
+        watched = getattr(self.core.scheduler, "_spectune", None)
         self.runs += 1
         while ended < len(prompts):
             while sent < len(prompts) and sent - ended < SEATS:
-                sampling.extra_args = {"spectune": "retrace"} if sent == retrace else None
+                word = getattr(watched, "key", "retrace")
+                sampling.extra_args = {"spectune": word} if sent == retrace else None
                 self.llm.add_request(f"{self.runs}.{sent}", prompts[sent], sampling.clone())
                 sent += 1
             for out in self.llm.step():

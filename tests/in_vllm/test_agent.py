@@ -253,7 +253,7 @@ def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(tmp_path: Path) -
     with engine_ahead(tmp_path) as steps:
         steps.serve(PROMPTS[:2], max_tokens=20)
         eventually(lambda: status(tmp_path)["noted"] == 2)
-        texts = lines(tmp_path)
+        texts, retrace = lines(tmp_path), {"spectune": status(tmp_path)["retrace"]}
         publish(tmp_path, -1, {"1": 1})
         eventually(lambda: status(tmp_path)["in_force"]["version"] == -1)
         beside = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -263,7 +263,7 @@ def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(tmp_path: Path) -
                 prompt = TokensPrompt(prompt_token_ids=line["prompt"] + line["output"][: start - 1])
                 forced = SamplingParams(
                     temperature=0, max_tokens=2, allowed_token_ids=[line["output"][start - 1]],
-                    ignore_eos=True, extra_args={"spectune": "retrace"},
+                    ignore_eos=True, extra_args=retrace,
                 )  # fmt: skip
                 steps.llm.add_request(f"{number}.{start}", prompt, forced)
                 steps.llm.step()

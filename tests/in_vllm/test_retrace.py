@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from agent_stub import read
 from databases import opened
 from safetensors.torch import load_file
 from waiting import eventually
@@ -91,7 +92,7 @@ def status(folder: Path) -> dict[str, Any]:
 def served_lines(folder: Path) -> list[dict[str, Any]]:
     """What the agent noted of our prompts."""
     files = sorted(folder.glob("rounds-*.jsonl"))
-    noted = [json.loads(text) for file in files for text in file.read_text().splitlines()]
+    noted = [read(text) for file in files for text in file.read_text().splitlines()]
     return [line for line in noted if "rounds" in line and "spectune-" not in line["id"]]
 
 
