@@ -285,7 +285,7 @@ def test_texts_are_noted_of_the_share_that_is_set(start: Start, folder: Path) ->
     assert scheduler.dynamic_sd_lookup is None
 
 
-@pytest.mark.parametrize("texts", ["all", 1.0, "nan", None])
+@pytest.mark.parametrize("texts", ["all", 1.0, "nan", ["all"], None])
 def test_no_policy_has_more_texts_noted_than_the_server_allows(
     start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, texts: Any
 ) -> None:
@@ -367,7 +367,7 @@ def test_what_it_does_not_know_is_refused_by_name_and_served(
     eventually(lambda: (status(folder)["refused"] or {}).get("version") == 1)
     reason = status(folder)["refused"]["reason"]
     words = ("data_parallel_size 2", "pipeline_parallel_size 2", "unknown shape")
-    words += ("num_gpu_blocks", "SPECTUNE_TEXTS: 'some' is")
+    words += ("num_gpu_blocks", "SPECTUNE_TEXTS: texts 'some'")
     assert any(word in reason for word in words)
     if lookup is None:
         assert serve(scheduler, 5) == serve(Core(config_of()), 5)

@@ -401,12 +401,13 @@ def private(path: str, flags: int) -> int:
 
 def share_of(texts: Any) -> float:
     """``all``, ``none`` or a share as a number. Raises ValueError."""
-    share = {"all": 1.0, "none": 0.0}.get(texts)
-    if share is None:
-        share = float(texts)
-    if not 0 <= share <= 1:
-        raise ValueError(f"{texts!r} is neither all, none nor a share of requests")
-    return share
+    try:
+        share = float({"all": 1.0, "none": 0.0}.get(texts, texts))
+        if 0 <= share <= 1:
+            return share
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"texts {texts!r}: all, none or a share of requests is expected")
 
 
 def encoded(ids: Sequence[int]) -> str:
