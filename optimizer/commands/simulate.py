@@ -32,7 +32,8 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         info = recording_on(store, s.recording, s.engine)
         device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
         deployment = deployment_for(s, info.engine)
-        where = info.pair_id, info.device_name if s.device == "auto" else device, deployment
+        named = info.device_name if s.device == "auto" else ""
+        where = info.pair_id, named or device, deployment
         policy = policy_named(store, s.policy, *where, talk)
         if s.load.arrivals is not None:
             keys = ("since", "profile", "per_round", "keep_q_table")
