@@ -141,4 +141,4 @@ def test_one_long_conversation_is_too_little_to_tune_on(tiny_pair: Path, tmp_pat
     write_lines(tmp_path / "w.jsonl", [{"turns": [f"Say {n}." for n in range(30)]}])
     door = Door(str(tmp_path / "s.db"))
     line = door.error("tune", pair=tiny_pair, workload=tmp_path / "w.jsonl", turns="all")
-    assert "too few requests to search, race and confirm on different ones" in line
+    assert "too few conversations to search, race and confirm on different ones: 1" in line

@@ -247,7 +247,7 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
 def test_a_gain_is_told_by_what_was_measured(gain: str, told: str) -> None:
     """Device hours are saved where the same work takes less time; units need not be requests."""
     said = confirmed_in_words(replace(CONFIRMED, unit="runs").to_json(), "a", "b", gain)
-    assert f"a was 1.500 {told} b (99% interval 1.250 to 2.000) on 7 runs held out" in said
+    assert f"a was 1.500 {told} b (98% interval 1.250 to 2.000) on 7 runs held out" in said
     made = replace(FASTER, gain=gain, unit="runs", reason=said)
     first = f"Deploy this: small fixed(gamma=4), 1.50 {told} decoding without a draft"
     assert headline(made.to_json()) == first

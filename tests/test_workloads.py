@@ -362,7 +362,7 @@ def with_bos(chatting: LoadedPair) -> LoadedPair:
     first = [("<s>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", first)
     tokenizer.chat_template = CHATML
-    return chatting
+    return replace(chatting, num_embeddings=len(tokenizer))
 
 
 def test_prompts_that_went_through_the_template_before_are_named(with_bos: LoadedPair) -> None:
