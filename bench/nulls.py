@@ -43,6 +43,8 @@ from spectune.traces.schema import Sampling
 NOISE, EFFECT, ERROR, DRIFT = 0.12, 0.06, 0.03, 0.2
 """Standard deviations, of logarithms: of an execution, of a policy's effect on a request, of its
 prediction; and of the pace."""
+SIZES = (0.3, 1.0)
+"""Of the logarithm of requests' sizes, in one tuning this, in another that."""
 BUDGET_S = TuneOptions.budget_s
 
 
@@ -58,7 +60,7 @@ class Machine:
         gain: float = 1.0,
         tail: float = 0.0,
     ) -> None:
-        size = 0.35 * np.exp(0.5 * rng.standard_normal(requests))
+        size = 0.35 * np.exp(rng.uniform(*SIZES) * rng.standard_normal(requests))
         effect = np.exp(EFFECT * rng.standard_normal((policies, requests)))
         self.cost = size * effect / np.where(np.arange(policies) == 0, 1.0, gain)[:, None]
         self.predicted = self.cost * np.exp(ERROR * rng.standard_normal((policies, 1)))

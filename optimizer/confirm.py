@@ -216,6 +216,7 @@ def power_in_words(
     unit: str = "requests",
     seconds: float = 0.0,
     budget_s: float = 0.0,
+    most: int | None = None,
 ) -> str:
     """A line on the chance that a gain of 5% is published by so many executions of both on units
     held out, and where that is below :data:`CHANCE`, on what would give as much: more time, where
@@ -226,13 +227,14 @@ def power_in_words(
     line = f"a gain of {100 * GAIN:.0f}% is published with a chance of {100 * chance:.0f}%"
     if chance >= CHANCE:
         return line
-    longer = (2**n * executions for n in range(1, 5))
+    most = units * executions if most is None else most
+    longer = (min(most, 2**n * executions) for n in range(1, 5))
     enough = next((e for e in longer if spread.chance(min(units, e), e) >= CHANCE), None)
     if enough is not None and seconds:
         longer_s = budget_s + (enough - executions) * seconds / (1 - RACE_SHARE)
         return f"{line}; --budget {math.ceil(longer_s / 10) * 10}s gives about {100 * CHANCE:.0f}%"
     # Of requests a part is held out; runs are made of any requests.
-    more = _requests_for(spread) if unit == "requests" else spread.requests_for(CHANCE)
+    more = spread.requests_for(CHANCE) if unit == "runs" else _requests_for(spread)
     return f"{line}; about {more} {unit} give {100 * CHANCE:.0f}%"
 
 
@@ -272,8 +274,8 @@ def check_sample_size(
         more = (list(islice(cycle(categories or [""]), n)) for n in count(total))
         enough = next(len(these) for these in more if suffice(split(these)))
         give = (
-            f"give {enough} or more of these categories (about {_requests_for(Spread())} publish a "
-            f"gain of {100 * GAIN:.0f}% with a chance of {100 * CHANCE:.0f}%)"
+            f"give {enough} or more of these categories (about {_requests_for(Spread())} {unit} "
+            f"publish a gain of {100 * GAIN:.0f}% with a chance of {100 * CHANCE:.0f}%)"
         )
         if not all((parts.search, parts.race, parts.confirm)):
             raise TraceError(
@@ -283,7 +285,7 @@ def check_sample_size(
             f"{total} {unit} leave {held} to confirm a winner on, and {LEAST} are needed to "
             f"publish it: {give}; --no-publish shows what there is"
         )
-    power = power_in_words(Spread(), held, held)
+    power = power_in_words(Spread(), held, held, unit=unit)
     rare = f"a slowdown on fewer than {100 * missed_share(held):.0f}% of {unit} can be missed"
     return f"{held} of {total} {unit} are held out to confirm the winner: {power}; {rare}"
 

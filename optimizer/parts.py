@@ -3,6 +3,7 @@ all turns of a conversation in the same."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,11 +77,21 @@ def _numbered(parts: Iterable[tuple[int, str]]) -> Parts:
     return Parts(*numbers.values())
 
 
-def mixed(part: Iterable[int], categories: Sequence[str]) -> list[int]:
-    """The same requests in an order whose every beginning holds each category in proportion: what
-    time cuts short is then not one category's."""
-    places: dict[str, list[int]] = {}
+def mixed(
+    part: Iterable[int], categories: Sequence[str], of: Sequence[int] | None = None
+) -> list[int]:
+    """The same requests in an order whose every beginning holds each category in proportion, and as
+    many conversations as it can (``of``: the number of each request's; None: each is one of its
+    own): what time cuts short is then not one category's, nor the turns of a few."""
+    places: dict[tuple[int, str], list[int]] = {}
+    turns: Counter[int] = Counter()
     for i in part:
-        places.setdefault(categories[i], []).append(i)
-    placed = [((n + 0.5) / len(group), i) for group in places.values() for n, i in enumerate(group)]
-    return [i for _, i in sorted(placed)]
+        turn = turns[i if of is None else of[i]]
+        turns[i if of is None else of[i]] += 1
+        places.setdefault((turn, categories[i]), []).append(i)
+    placed = [
+        (turn, (n + 0.5) / len(group), i)
+        for (turn, _), group in places.items()
+        for n, i in enumerate(group)
+    ]
+    return [i for *_, i in sorted(placed)]

@@ -155,10 +155,14 @@ def confirm_winner(
     both_s = pace * sum(float(np.nanmean(timings.seconds[name])) for name in names)
     spread = spread_of(timings, winner, incumbent) or Spread()
     most = planned(units, both_s, left_s(budget_s, raced.seconds), passes)
-    executions = spread.enough(units, most)
+    executions = min(most, max(units, spread.enough(len(np.unique(groups)), most)))
     used = min(units, executions)
-    count = len(np.unique(groups)), executions
-    power = power_in_words(spread, *count, unit=bench.unit, seconds=both_s, budget_s=budget_s)
+    independent = len(np.unique(groups[:used]))
+    unit = "conversations" if independent < used else bench.unit
+    time_s = {"seconds": both_s, "budget_s": budget_s}
+    power = power_in_words(
+        spread, independent, executions, unit=unit, most=units * passes, **time_s
+    )
     options.tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
@@ -176,7 +180,7 @@ def confirm_winner(
             by_size=bench.by_size,
             groups=groups,
             unit=bench.unit,
-            chance=spread.chance(len(np.unique(groups[:used])), executions),
+            chance=spread.chance(independent, executions),
             progress=lambda done, total: progress("confirm", done, total),
         )
         return confirmation, raced.race.texts + execution.texts

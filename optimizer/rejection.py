@@ -97,7 +97,7 @@ def rejection_chain(
         for name, outcome in zip(("rejection", "coupled"), outcomes, strict=True)
     }
     used = len(outcomes[0].per_request)
-    predicted = None
+    groups, predicted = bench.groups("confirm")[:used], None
     with suppress(PolicyError, TraceError):  # it raced without a prediction
         of_beside = bench.predict(beside, "confirm").costs[:used]
         gains = [np.log(of_beside / replay.costs[:used]) for replay in replays]
@@ -111,7 +111,7 @@ def rejection_chain(
         chain,
         beside,
         predicted,
-        Timings(seconds, by_size=False).ratio("rejection", "coupled"),
+        Timings(seconds, by_size=False, groups=groups).ratio("rejection", "coupled"),
         (fmean(taus), outcomes[0].total.mean_accepted_length),
         used,
     )

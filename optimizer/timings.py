@@ -97,15 +97,15 @@ class Timings:
         of_one, of_other = self._predicted(policy_id, base_id, projected)
         predicted, of_units = self._speedup(of_one, of_other)
         beyond, of_rows = self._speedup(a, b, of_one[rows], of_other[rows])
-        rest = self._grouped(of_rows, rows)
+        rest, weights = self._grouped(of_rows, rows), self._grouped(self._weights(a, b), rows)
         if len(rest) < 2:
             return Estimate(predicted + beyond, 0.0, 0)
-        variances = [(float(rest.var(ddof=1)) / len(rest), len(rest) - 1.0)]
+        variances = [variance_of_mean(float(rest.var(ddof=1)), weights)]
         if population and of_units.any():
             known, executed = self._grouped(of_units), self._grouped(of_units[rows], rows)
             joint = max(0.0, float(np.cov(executed, rest)[0, 1]))
-            sampled = float(known.var(ddof=1) + 2 * joint) / len(known)
-            variances.append((sampled, len(known) - 1.0))
+            weights = self._grouped(self._weights(of_one, of_other))
+            variances.append(variance_of_mean(float(known.var(ddof=1) + 2 * joint), weights))
         return Estimate(predicted + beyond, *_summed(*variances))
 
     def outliers(self, policy_id: str, base_id: str) -> NDArray[np.intp]:
@@ -158,6 +158,12 @@ class Timings:
         logs = np.log(other / one) - np.log(np.divide(of_other, of_one))
         return float(logs.mean()), logs - logs.mean()
 
+    def _weights(self, one: FloatArray, other: FloatArray) -> FloatArray:
+        """The share of each unit in what a speed-up is estimated from, float64 [units]."""
+        if self.by_size:
+            return (one / one.mean() + other / other.mean()) / 2
+        return np.ones(len(one))
+
     def _grouped(self, values: FloatArray, rows: NDArray[np.intp] | None = None) -> FloatArray:
         """The sum of the values of each group, scaled so that their mean is that of all values:
         float64 [groups], or as they are where no unit shares a group. ``rows``: of which units they
@@ -171,6 +177,18 @@ class Timings:
         """The fastest of some policies on the units of a race, by point estimate against the first
         of them."""
         return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
+
+
+def variance_of_mean(variance: float, weights: FloatArray) -> tuple[float, float]:
+    """(the variance of a mean of values of this ``variance``, its degrees of freedom) by Kish's
+    effective number of values, sum(w)^2 / sum(w^2): where a few weigh most (``weights``, float64
+    [values]), they are what it rests on, and their own deviations are understated."""
+    n = len(weights)
+    effective = float(weights.sum() ** 2 / (weights**2).sum())
+    if effective <= 1.0 + 1e-9:
+        return 0.0, 0.0
+    inflation = (1 - 1 / n) / (1 - 1 / effective)
+    return variance / n * inflation, max(1.0, effective - 1.0)
 
 
 def _summed(*variances: tuple[float, float]) -> tuple[float, float]:

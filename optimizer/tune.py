@@ -282,8 +282,9 @@ class Tuning:
         """Opens the trace anew, as something was recorded since."""
         self.trace, self.ordinals = self.opened({*self.chains, *self.grown})
         categories = [t.category for t in self.trace.trajectories]
+        of = self.trace.conversations.tolist()
         fit, search, *rest = recorded_parts(self.store, self.recording, self.ordinals)
-        self.parts = Parts(fit, search, *(mixed(part, categories) for part in rest))
+        self.parts = Parts(fit, search, *(mixed(part, categories, of) for part in rest))
 
     def opened(self, drafts: Collection[str], **how: Any) -> tuple[ReplayTrace, tuple[int, ...]]:
         """A trace of the recording, which reads what replays lack, and its ordinals."""

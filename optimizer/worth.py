@@ -15,10 +15,9 @@ import numpy as np
 from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.confirm import FLOOR
-from spectune.optimizer.timings import Estimate
-from spectune.traces.conversations import Index, conversations_of, summed
+from spectune.optimizer.timings import Estimate, variance_of_mean
+from spectune.traces.conversations import Index, summed
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.tables import Trajectory
 
 LEVEL: Final = 0.95
 """Two-sided level of intervals. Where nothing gains, the lower end is above 1 in one of 20 cases at
@@ -86,23 +85,16 @@ def speedup(
     return estimate.interval(LEVEL)
 
 
-def independent(texts: Sequence[Trajectory]) -> Index:
-    """The number of each text's conversation, int64 [texts], where what begins with a prompt that
-    an earlier one began with is no other: under the same sampling it has the same text."""
-    begun: dict[bytes, int] = {}
-    same: dict[int, int] = {}
-    numbers = conversations_of(texts).tolist()
-    for text, number in zip(texts, numbers, strict=True):
-        if number not in same:
-            same[number] = begun.setdefault(text.prompt_ids.tobytes(), number)
-    return np.array([same[number] for number in numbers], dtype=np.int64)
-
-
 def _estimates(none: FloatArray, costs: FloatArray) -> list[Estimate]:
     """Of each column of ``costs`` [n, K] the ratio of the sum of ``none`` [n] to its sum."""
     n, logs = len(none), np.log(none.sum() / costs.sum(0))
     if n < 2:
         return [Estimate(log, 0.0, 0) for log in logs.tolist()]
-    departures = (none / none.mean())[:, None] - costs / costs.mean(0)
-    errors = departures.std(0, ddof=1) / math.sqrt(n)
-    return [Estimate(log, error, n - 1) for log, error in zip(logs, errors, strict=True)]
+    shares = costs / costs.mean(0)
+    base = (none / none.mean())[:, None]
+    estimates = []
+    columns = logs, (base - shares).var(0, ddof=1), (base + shares).T
+    for log, variance, weights in zip(*columns, strict=True):
+        of_mean, freedom = variance_of_mean(float(variance), weights)
+        estimates.append(Estimate(float(log), math.sqrt(of_mean), freedom))
+    return estimates

@@ -67,9 +67,14 @@ def scaled_positions(
     longest: int, rope: Mapping[str, Any], kinds: Collection[str] = ("linear", "dynamic")
 ) -> int:
     """``longest`` positions times the factor of a configuration's rotary scaling, where it is of
-    these ``kinds``: others say the length that they lead to."""
+    these ``kinds``: others say the length that they lead to. Raises PairError where it says no
+    factor."""
     kind = rope.get("rope_type") or rope.get("type")
-    return int(longest * float(rope["factor"])) if kind in kinds else longest
+    if kind not in kinds:
+        return longest
+    if "factor" not in rope:
+        raise PairError(f"its rope_scaling is {kind} and says no factor; add it to config.json")
+    return int(longest * float(rope["factor"]))
 
 
 def is_local(path: str) -> bool:

@@ -37,13 +37,13 @@ def end_notes(path: str, tokenizer: Any) -> list[str]:
 def _ends(path: str, tokenizer: Any) -> tuple[dict[str, frozenset[int]], list[tuple[str, int]]]:
     """The tokens that end texts, by what says so; and, with the same, ids that are no tokens."""
     configs = {name: read_config(checkpoint(path), name) for name in (GENERATION, CONFIG)}
+    configs[CONFIG] = configs[CONFIG] | (configs[CONFIG].get("text_config") or {})
     named = {name: config.get("eos_token_id") for name, config in configs.items()}
     said = [(name, ids) for name, ids in named.items() if ids is not None][:1]
     if (own := getattr(tokenizer, "eos_token_id", None)) is not None:
         said.append(("tokenizer", own))
     with translated(f"target: eos_token_id of {path}"):
-        config = configs[CONFIG] | (configs[CONFIG].get("text_config") or {})
-        rows = int(config.get("vocab_size") or 0)
+        rows = int(configs[CONFIG].get("vocab_size") or 0)
         vocab = max(rows, 0 if tokenizer is None else len(tokenizer))
         ends: dict[str, frozenset[int]] = {}
         ignored = []

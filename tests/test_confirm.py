@@ -120,6 +120,19 @@ def test_how_rare_a_slowdown_may_go_unseen_is_told() -> None:
     assert said.endswith("a slowdown on fewer than 19% of requests can be missed")
 
 
+def test_where_a_few_requests_cost_most_the_interval_rests_on_them() -> None:
+    """Nothing gains, and sizes differ by a factor of e: at 98%, one in 100 is told as a gain, and
+    of 400 nobody expects more than ten."""
+    told = 0
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        size = np.exp(rng.standard_normal(10))
+        costs = {name: size * np.exp(0.1 * rng.standard_normal(10)) for name in ("new", "old")}
+        found = confirm("new", "old", lambda p, n, c=costs: float(c[p][n]), units=10, executions=10)
+        told += found.ratio[1] > 1.0
+    assert told <= 10
+
+
 def test_the_size_of_a_sample_is_counted_in_conversations() -> None:
     """Twenty conversations of four turns each leave six to confirm on, not 24."""
     of = np.repeat(np.arange(20), 4)

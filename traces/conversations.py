@@ -28,9 +28,10 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
     """The number of each request's conversation, int64 [requests]: from 0, by the first request of
     each.
 
-    Requests are of one conversation where their ids say so (:func:`turn_id`), and where the prompt
-    of one begins with prompt and text of an earlier one: ``texts``, in the order of requests, None
-    where one is not known. To begin alike, as under one system prompt, is not enough.
+    Requests are of one conversation where their ids say so (:func:`turn_id`), where the prompt of
+    one begins with prompt and text of an earlier one, and where both are the same: ``texts``, in
+    the order of requests, None where one is not known. To begin alike, as under one system prompt,
+    is not enough.
     """
     turns = [match and match[1] for match in map(_TURN.fullmatch, ids)]
     named = set(turns)
@@ -42,7 +43,7 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
             root[i] = i = root[root[i]]
         return i
 
-    links = [*_continuations(texts or ())]
+    links = [*_continuations(texts or ()), *_copies(texts or ())]
     for i, (name, turn) in enumerate(zip(ids, turns, strict=True)):
         if turn or name in named:
             links.append((i, first.setdefault(turn or name, i)))
@@ -66,6 +67,16 @@ def summed(values: npt.ArrayLike, groups: Index) -> npt.NDArray[Any]:
     sums = np.zeros((places.max(initial=-1) + 1, *rows.shape[1:]), rows.dtype)
     np.add.at(sums, places, rows)
     return sums
+
+
+def _copies(texts: Sequence[Tokens | None]) -> Iterator[tuple[int, int]]:
+    """(a request, the first one with the same prompt and text)."""
+    first: dict[tuple[bytes, bytes], int] = {}
+    for i, text in enumerate(texts):
+        if text is not None:
+            begun = first.setdefault((_bytes(text.prompt), _bytes(text.output)), i)
+            if begun != i:
+                yield i, begun
 
 
 def _continuations(texts: Sequence[Tokens | None]) -> Iterator[tuple[int, int]]:

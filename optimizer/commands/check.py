@@ -20,12 +20,13 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.map_cells import Cell, cell_in_words, nearest_cell
 from spectune.optimizer.report.words import interval
 from spectune.optimizer.timings import finite
-from spectune.optimizer.worth import GAIN, LEVEL, independent
+from spectune.optimizer.worth import GAIN, LEVEL
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling
 from spectune.traces.acceptance import hardly_accepted
+from spectune.traces.conversations import conversations_of
 from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
 from spectune.traces.store import TraceStore
@@ -120,7 +121,7 @@ def _printed(value: Any) -> Any:
     """An interval on one line; None where an end is not known."""
     if not isinstance(value, tuple):
         return value
-    return None if None in value else f"{value[0]:.2f}-{value[1]:.2f}"
+    return None if None in value or value == (0.0, 0.0) else f"{value[0]:.2f}-{value[1]:.2f}"
 
 
 def _advice(checked: Check) -> str:
@@ -130,7 +131,7 @@ def _advice(checked: Check) -> str:
     if best is None or worth is None:
         return f"Not shown to be worth it: too few rounds were measured; {hint}."
     ratio, *ends = worth.ratio
-    count = len({*independent(texts).tolist()})
+    count = len({*conversations_of(texts).tolist()})
     judged = _counted(worth.conversations, "prompt" if count == len(texts) else "conversation")
     judged += " that did not choose it" * (worth.conversations < count)
     parts = [

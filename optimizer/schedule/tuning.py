@@ -103,6 +103,7 @@ def _tune_pair(
         actor="schedule",
         idempotency_key=job.idempotency_key,
         guard=job.check,
+        tell=tell,
     )
     if settings.recorded is not None:
         window = timedelta(seconds=settings.recorded)

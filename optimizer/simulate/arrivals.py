@@ -64,7 +64,7 @@ def read_arrivals(
         kind, moments = "dates", np.array([moment.timestamp() for moment in moments])
         kind += ", on which load.unit has no effect" if unit else ""
     elif scaled:
-        kind = "numbers"
+        kind = "numbers" + (", on which load.unit has no effect" if unit else "")
     else:
         unit = unit or _unit(set(columns), moments, f"{where}: {column!r}")
         kind, moments = f"numbers in {unit}", moments / {"s": 1, "ms": 1e3}[unit]
