@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,9 +29,9 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
     each.
 
     Requests are of one conversation where their ids say so (:func:`turn_id`), where the prompt of
-    one begins with prompt and text of an earlier one, and where both are the same: ``texts``, in
-    the order of requests, None where one is not known. To begin alike, as under one system prompt,
-    is not enough.
+    one begins with prompt and text of an earlier one, and, where they are no turns, where both are
+    the same: ``texts``, in the order of requests, None where one is not known. To begin alike, as
+    under one system prompt or by one greeting, is not enough.
     """
     turns = [match and match[1] for match in map(_TURN.fullmatch, ids)]
     named = set(turns)
@@ -43,7 +43,8 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
             root[i] = i = root[root[i]]
         return i
 
-    links = [*_continuations(texts or ()), *_copies(texts or ())]
+    links = [*_continuations(texts or ())]
+    links += _copies(texts or (), {i for link in links for i in link})
     for i, (name, turn) in enumerate(zip(ids, turns, strict=True)):
         if turn or name in named:
             links.append((i, first.setdefault(turn or name, i)))
@@ -69,11 +70,11 @@ def summed(values: npt.ArrayLike, groups: Index) -> npt.NDArray[Any]:
     return sums
 
 
-def _copies(texts: Sequence[Tokens | None]) -> Iterator[tuple[int, int]]:
-    """(a request, the first one with the same prompt and text)."""
+def _copies(texts: Sequence[Tokens | None], turns: Collection[int]) -> Iterator[tuple[int, int]]:
+    """(a request, the first one with the same prompt and text), ``turns`` of chats apart."""
     first: dict[tuple[bytes, bytes], int] = {}
     for i, text in enumerate(texts):
-        if text is not None:
+        if text is not None and i not in turns:
             begun = first.setdefault((_bytes(text.prompt), _bytes(text.output)), i)
             if begun != i:
                 yield i, begun
