@@ -697,8 +697,7 @@ class Profile(OnDevice, OnPair):
 
     What drafting and verifying trees costs depends on the text, so `record` first. On an engine
     that batches, measure what its steps cost, with each draft of the pair and without: its
-    recordings tell `simulate --arrivals` and `tune --arrivals` so. With --roofline nothing is
-    measured: costs are a data sheet's limits, for `simulate --profile`."""
+    recordings tell `simulate --arrivals` and `tune --arrivals` so."""
 
     example = "profile --pair pair.json --engine openvino --concurrency 8 --gamma-max 6"
 
@@ -711,13 +710,6 @@ class Profile(OnDevice, OnPair):
     repeats: int = setting(1, "Sweeps over all that is measured.", ge=1, le=10_000)
     trees: bool = setting(True, "Measure what trees cost.")
     recording: str | None = setting(None, "Measure on its texts; default: the pair's newest.")
-    roofline: str | None = setting(
-        None, "Costs by a data sheet: h200, 2xh100, or GB/s,TFLOP/s such as 3350,989."
-    )
-    target_shape: str | None = setting(
-        None, "Its target's sizes: 1b, 3b, 8b, 70b, or a checkpoint; default: the pair's."
-    )
-    draft_shape: str = setting("eagle", "Its drafts' sizes: as of targets, or eagle, eagle3.")
 
 
 class Simulate(InPlace):

@@ -136,7 +136,7 @@ def named(h: Halves) -> Iterator[Named]:
         yield Named(d["name"], "published", d["source"], ("ngram",), profile)
     for device, target, draft in ROOFLINES:
         drafts = ("head",) if draft.startswith("eagle") else ("medium", "small")
-        source = f"`profile --roofline {device} --target-shape {target} --draft-shape {draft}`"
+        source = f"bench/map_roofline.py, {target} and {draft} on {device}"
         profile = without_prompts(roofline(h.pair.spec, device, target, draft))
         yield Named(f"{target}, {draft}, {device}", "roofline", source, drafts, profile)
 

@@ -11,19 +11,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from spectune.runtime.checkpoints import CONFIG, checkpoint, is_head, read_config
+from spectune.runtime.checkpoints import checkpoint, is_head, read_config
 from spectune.runtime.pair import PairSpec
 from spectune.traces.cost_table import CostTable, FloatArray
-from spectune.traces.errors import ConfigError, PairError
 from spectune.traces.tables import LatencyProfile
 
 DEVICES: Final[Mapping[str, tuple[float, float]]] = {
-    "a100": (2039, 312), "b200": (8000, 2250), "h20": (4000, 148), "h100": (3350, 989),
-    "h200": (4800, 989), "l4": (300, 121), "l40s": (864, 362), "mi300x": (5300, 1307),
-    "rtx4090": (1008, 165),
+    "h100": (3350, 989), "h200": (4800, 989), "l4": (300, 121), "rtx4090": (1008, 165),
 }  # fmt: skip
-"""GB/s of memory and TFLOP/s of dense bfloat16 products, by the makers' data sheets (A100 and H100:
-SXM, 80 GB)."""
+"""GB/s of memory and TFLOP/s of dense bfloat16 products, by the makers' data sheets (H100: SXM)."""
 BYTES: Final = 2
 """Of a weight and of a cached number (bfloat16)."""
 ROWS: Final = tuple(float(2**n) for n in range(13))
@@ -69,42 +65,20 @@ SHAPES: Final[Mapping[str, Shape]] = {
 
 
 def shape_of(name: str, target: Shape | None = None) -> Shape:
-    """The shape that ``name`` means: of :data:`SHAPES`, a checkpoint's, or an ``eagle`` or
-    ``eagle3`` head for a target. Raises ConfigError for other names."""
-    if name in SHAPES:
+    """A shape of :data:`SHAPES`, or that of an ``eagle`` or ``eagle3`` head for a target."""
+    if target is None or name in SHAPES:
         return SHAPES[name]
-    if target is not None and name in ("eagle", "eagle3"):
-        if name == "eagle":
-            return target._replace(layers=1, fused=2)
-        return target._replace(layers=1, inputs=2, fused=3, vocab=min(32000, target.vocab))
-    try:
-        config = read_config(checkpoint(name))
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return Shape(
-            hidden, int(config["num_hidden_layers"]), int(config["intermediate_size"]), heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config.get("head_dim") or hidden // heads), int(config["vocab_size"]),
-        )  # fmt: skip
-    except (PairError, KeyError):
-        names = ", ".join((*SHAPES, "eagle, eagle3 (of drafts)"))
-        raise ConfigError(
-            f"shape {name!r}: it is one of {names}, or a folder with a {CONFIG} of a Llama's keys"
-        ) from None
+    if name == "eagle":
+        return target._replace(layers=1, fused=2)
+    return target._replace(layers=1, inputs=2, fused=3, vocab=min(32000, target.vocab))
 
 
 def device_of(name: str) -> tuple[float, float]:
-    """(bytes/s, FLOP/s) of ``h200``, of ``2xh200``, or of ``GB/S,TFLOP/S``. Raises ConfigError."""
-    kind, count = name.lower(), 1
-    if match := re.fullmatch(r"(\d{1,3})x(.*)", kind):
-        count, kind = int(match[1]), match[2]
-    numbers = re.fullmatch(r"(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", kind)
-    memory, compute = map(float, numbers.groups()) if numbers else DEVICES.get(kind, (0.0, 0.0))
-    if min(count, memory, compute) <= 0:
-        raise ConfigError(
-            f"roofline {name!r}: it is one of {', '.join(DEVICES)}, several of one (2xh100), or "
-            "GB/s of memory and dense TFLOP/s, as 3350,989"
-        )
-    return count * memory * 1e9, count * compute * 1e12
+    """(bytes/s, FLOP/s) of ``h200``, or of several such: ``2xh200``."""
+    kind = re.sub(r"^\d+x", "", name)
+    count = int(name.removesuffix(kind).rstrip("x") or 1)
+    memory, compute = (count * limit for limit in DEVICES[kind])
+    return memory * 1e9, compute * 1e12
 
 
 def roofline(spec: PairSpec, device: str, target: str, draft: str) -> LatencyProfile:

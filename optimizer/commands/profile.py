@@ -19,9 +19,7 @@ from spectune.optimizer.inputs import read_files, recording_of
 from spectune.optimizer.on_engine import prompts_of
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.record import texts_to_profile, whole_texts
-from spectune.optimizer.roofline import roofline
 from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.runtime.costs import RoundKind, pass_seconds
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile
 from spectune.runtime.text_codec import load_codec
@@ -34,33 +32,7 @@ MOST_PROMPTS = 64
 
 
 def profile(s: Profile, talk: Talk) -> Result:
-    if s.roofline is not None:
-        return _by_data_sheet(s, s.roofline, talk)
-    talk.no_effect(s, "without --roofline", "target_shape", "draft_shape")
     return (_native if s.engine == NATIVE else _on_engine)(s, talk)
-
-
-def _by_data_sheet(s: Profile, device: str, talk: Talk) -> Result:
-    """Of a device and models that need not be here."""
-    keys = ("concurrency", "gamma_max", "contexts", "repeats", "trees", "device", "dtype")
-    talk.no_effect(s, "with --roofline, which measures nothing", *keys)
-    with open_store(s, create=True) as store:
-        spec = pair_of(s, store, s.recording)
-        limits = roofline(spec, device, s.target_shape or spec.target, s.draft_shape)
-        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
-        name = store.put_profile(limits)
-    places, at = np.array([1.0, 8.0, 64.0, 512.0]), np.zeros(1)
-    per_pass = {"target": limits.seconds("target", rows=places, context=at)}
-    for draft in spec.drafts:
-        per_pass[draft] = pass_seconds(limits, RoundKind(draft), at, places)[0]
-    milliseconds = np.array([1e3 * seconds for seconds in per_pass.values()]).T.tolist()
-    rows = [
-        {"tokens in a pass": int(n), **dict(zip(per_pass, row, strict=True))}
-        for n, row in zip(places, milliseconds, strict=True)
-    ]
-    title = f"Roofline of {device}, ms: limits of a data sheet, nothing was measured"
-    text = f"profile {name}: `simulate --profile {name}` ranks policies by these limits"
-    return Result(text, {"profile": name, **limits.to_json()}, rows, [Table(rows, title=title)])
 
 
 def _native(s: Profile, talk: Talk) -> Result:

@@ -91,8 +91,6 @@ def _tell_seconds(info: Recording, profile: LatencyProfile | None, talk: Talk) -
             f"seconds are {seconds}: {info.engine}'s speed depends on its load: add --arrivals "
             "clients:8, say"
         )
-    elif profile is not None and profile.device.startswith("roofline"):
-        talk.tell(f"seconds are the limits of a data sheet ({profile.device}), not measured ones")
     elif profile is None:
         talk.tell(
             "no latency profile of this pair and device in the recording's dtype: seconds are left "
