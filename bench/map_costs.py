@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from lab import GAMMA, RESULTS, ROOT, Halves
+from map_roofline import roofline, shape_of
 
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.roofline import roofline, shape_of
 from spectune.runtime.costs import RoundKind, pass_seconds
 from spectune.traces.cost_table import CostTable
 from spectune.traces.tables import LatencyProfile
