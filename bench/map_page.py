@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -134,25 +133,6 @@ def page(figures: dict[str, Any]) -> list[str]:
     executed = figures.get("executed", {}).get("rows", ())
     inside = sum(r["inside"] for r in executed)
     return [*lines, f"- executed: {inside} of {len(executed)} policies inside their intervals"]
-
-
-def cells_to_ship(figures: dict[str, Any]) -> str:
-    """The map over all categories as ``check`` reads it, as JSON, a line for each place."""
-    shares = {(f["draft"], f["temperature"]): f["share"] for f in figures["replay"]["first_token"]}
-    places: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for c in figures["cells"]:
-        if c["category"] == "all" and "slope" in c:
-            names = ("draft", "temperature", "draft_cost", "slope")
-            key = tuple(c[name] for name in names)
-            first = shares[key[:2]]
-            new = {**dict(zip(names, key, strict=True)), "first_token": first, "batches": {}}
-            ratios = {name: c[name] for name in ("speed", "gain") if name in c}
-            place = places.setdefault(key, new)
-            place["batches"][c["batch"]] = {"verdict": NAMES[c["verdict"]], **ratios}
-    lines = ",\n".join(map(json.dumps, places.values()))
-    about = {"from": "bench/results/map.json", "command": "python bench/run.py map"}
-    about["environment"] = figures["replay"]["environment"]
-    return json.dumps({**about, "cells": []}).replace("[]", f"[\n{lines}\n]") + "\n"
 
 
 def tables(figures: dict[str, Any]) -> list[str]:

@@ -649,7 +649,6 @@ def main() -> None:
     (ROOT / "docs" / "results.md").write_text(results())
     figures = load("map")
     (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures))
-    (ROOT / "optimizer" / "map_cells.json").write_text(map_page.cells_to_ship(figures))
     for page, name, lines in (
         ("docs/map.md", "map", map_page.page(figures)),
         ("README.md", "headline", [headline()]),

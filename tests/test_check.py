@@ -14,7 +14,6 @@ from doors import Door, parsed, write_lines, write_workload
 from pairs import chain, tiny_model, tokenizer
 from transformers import AutoModelForCausalLM
 
-from spectune.optimizer.map_cells import nearest_cell
 from spectune.optimizer.worth import Worth, judge
 
 SHORT = {"limit": 4, "gamma_max": 3, "max_new_tokens": 20}
@@ -41,16 +40,10 @@ def test_its_acceptance_is_a_recordings(door: Door, tmp_path: Path) -> None:
         replayed = door.json("simulate", policy=json.dumps(chain(row["draft"], k)))
         assert row["tau"] == replayed["mean_accepted_length"]
         assert row["tau_interval"][0] <= row["tau"] <= row["tau_interval"][1]
+    assert checked["slope"] >= 0
     assert checked["prompts"] == 4
     assert checked["tokens"] == replayed["emitted_tokens"]
-    draft = checked["worth"]["draft"]
-    of_draft = {r["K"]: r for r in checked["lengths"] if r["draft"] == draft}
-    best, first = of_draft[checked["worth"]["K"]], of_draft[1]
     assert checked["advice"].startswith("Not shown to be worth it by 4 prompts (a gain of 10% is")
-    kind = {"small": "model", "medium": "model"}.get(best["draft"], best["draft"])
-    costs = best["draft_step"] or 0.0, checked["slope"]
-    cell = nearest_cell(kind, 0.0, first["conditional"], *costs)
-    assert checked["map"] == cell
 
 
 def test_a_draft_gains_below_its_break_even_cost(door: Door, tiny_pair: Path) -> None:

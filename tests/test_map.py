@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spectune.optimizer.map_cells import cell_in_words, nearest_cell
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.pair import read_pair
@@ -134,28 +133,3 @@ def test_pages_show_what_was_measured(bench: Any) -> None:
     assert len(figures["cells"]) >= 500
     assert len(text.split()) <= 700
     assert sum(row["inside"] for row in figures["executed"]["rows"]) >= 4
-
-
-def test_check_finds_the_cell_that_its_measurements_name(bench: Any) -> None:
-    """What ships is the map's, and costs between two cells belong to the nearer by ratio."""
-    figures = json.loads((ROOT / "bench" / "results" / "map.json").read_text())
-    shipped = (ROOT / "optimizer" / "map_cells.json").read_text()
-    assert bench[2].cells_to_ship(figures) == shipped
-    first = {(f["draft"], f["temperature"]): f["share"] for f in figures["replay"]["first_token"]}
-    for cell in figures["cells"]:
-        if cell["category"] != "all" or cell["batch"] != 1 or "slope" not in cell:
-            continue
-        draft, temperature, cost = (cell[k] for k in ("draft", "temperature", "draft_cost"))
-        kind = draft if draft in ("head", "ngram") else "model"
-        share = first[draft, temperature]
-        place = kind, temperature, share, 1.1 * cost, 1.1 * cell["slope"]
-        nearest = nearest_cell(*place)
-        assert nearest is not None
-        assert (nearest["draft"], nearest["draft_cost"]) == (draft, cost)
-        single = nearest["batches"]["1"]
-        assert (single["speed"], single["gain"]) == (cell["speed"], cell["gain"])
-        if cell["verdict"] == "tree":
-            words = "tree (EAGLE-2, static), {:.2f} ({:.2f} to {:.2f}) times".format(*cell["gain"])
-            assert words in cell_in_words(nearest)
-    assert nearest_cell("head", 0.0, 0.6, 0.9, 0.01) is None
-    assert nearest_cell("ngram", 0.0, 0.3, 0.0, 0.9) is None

@@ -35,7 +35,7 @@ def test_the_demo_pair_is_in_the_wheel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "file"), [("optimizer/report", "page.html"), ("optimizer", "map_cells.json")]
+    ("folder", "file"), [("optimizer/report", "page.html"), ("engines/vllm", "compat.toml")]
 )
 def test_what_commands_read_is_in_the_wheel(folder: str, file: str) -> None:
     package = f"spectune.{folder.replace('/', '.')}"

@@ -17,11 +17,9 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
 from spectune.optimizer.confirm import FLOOR
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.map_cells import Cell, cell_in_words, nearest_cell
 from spectune.optimizer.report.words import interval
 from spectune.optimizer.timings import finite
 from spectune.optimizer.worth import GAIN, LEVEL
-from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling
@@ -63,8 +61,6 @@ def check(s: Settings, talk: Talk) -> Result:
     minutes = (checked.tune_seconds(tokens) + Race().budget) / 60
     models, advice = memory(pair), _advice(checked)
     command = next_command(s, _tune(s, spec), "pair")
-    cell = _nearest(checked, pair, s.sampling.temperature)
-    nearest = "" if cell is None else f"{cell_in_words(cell)}\n"
     data = {
         "pair": spec.id,
         "heads": pair.hidden_states,
@@ -80,13 +76,12 @@ def check(s: Settings, talk: Talk) -> Result:
         "advice": advice,
         "worth": _worth(checked),
         "slope": checked.slope,
-        "map": cell,
         "next": command,
     }
     text = (
         f"{len(checked.texts)} of {len(workload.requests)} prompts, {checked.tokens} tokens; draft "
         "step and break even: parts of a target pass\n"
-        f"{advice}\n{nearest}{command}  # {_about(minutes)} for {len(tuned.requests)} prompts"
+        f"{advice}\n{command}  # {_about(minutes)} for {len(tuned.requests)} prompts"
     )
     printed = [{name: _printed(row[name]) for name in COLUMNS} for row in checked.rows]
     tables = [Table(printed), Table(models, title="memory")]
@@ -182,17 +177,6 @@ def _worth(checked: Check) -> dict[str, Any] | None:
         "conversations": worth.conversations,
         "chance_of_10_percent": worth.chance,
     }
-
-
-def _nearest(checked: Check, pair: LoadedPair, temperature: float) -> Cell | None:
-    """The map's cell for the draft that is advised."""
-    best = checked.advised
-    if checked.slope is None or best is None:
-        return None
-    draft, cost = best["draft"], best["draft_step"] or 0.0
-    first = next(row["conditional"] for row in checked.rows if row["draft"] == draft)  # K=1
-    kind = "head" if draft in pair.heads else "ngram" if draft == "ngram" else "model"
-    return nearest_cell(kind, temperature, first, cost, checked.slope)
 
 
 def _about(minutes: float) -> str:
