@@ -244,6 +244,7 @@ class Search(Group):
     gamma_max: int = setting(16, "Longest drafts recorded and searched.", ge=2, le=64)
     trials: int = setting(400, "Optuna trials, dealt among the drafts.", ge=0, le=1_000_000)
     seed: Seed = setting(0, "Seed of the search.", option="search-seed")
+    by_prompt: bool = setting(False, "Try a policy for each prompt, too; reads all prompts.")
 
 
 class Trees(Group):

@@ -75,15 +75,16 @@ and its trees be recorded on all requests: bins, classifiers and a finer search 
 @dataclass(frozen=True)
 class TuneOptions(ProveOptions):
     """How a tuning is done. ``tree_width`` 0 leaves trees out. ``finalists`` of different kinds
-    race against the baselines, and the winner is confirmed. ``fresh`` uses no recording and no
-    profile that was stored before. What is in force in the
-    ``deployment`` is the incumbent, and is what is replaced."""
+    race against the baselines, and the winner is confirmed. ``by_prompt`` tries a choice by prompt
+    between the best of the drafts. ``fresh`` uses no recording and no profile that was stored
+    before. What is in force in the ``deployment`` is the incumbent, and is what is replaced."""
 
     options: DecodeOptions = field(default_factory=DecodeOptions)
     gamma_max: int = 16
     trials: int = 400
     seed: int = 0
     finalists: int = 4
+    by_prompt: bool = False
     fresh: bool = False
     deployment: str = DEFAULT_DEPLOYMENT
     tree_width: int = 8
@@ -97,6 +98,7 @@ class TuneOptions(ProveOptions):
             gamma_max=s.search.gamma_max,
             trials=s.search.trials,
             seed=s.search.seed,
+            by_prompt=s.search.by_prompt,
             finalists=s.race.finalists,
             budget_s=s.race.budget,
             tree_width=s.trees.width,
@@ -245,7 +247,7 @@ class Tuning:
     study: Study = field(init=False)
     study_id: str = field(init=False)
     choice: Policy | None = None
-    """What chooses for each prompt, where that is predicted to gain."""
+    """What chooses for each prompt, where that is asked for and predicted to gain."""
     bench: NativeBench = field(init=False)
     raced: Raced = field(init=False)
     confirmed: Confirmation | None = None
@@ -448,42 +450,45 @@ class Tuning:
         self.search(self.settings.trials, self.study)
 
     def choose(self) -> None:
-        """A choice by prompt between the best policies of the drafts, where that is predicted to
-        gain beyond noise. The study is stored with it."""
-        store, pair, study, profile = self.store, self.pair, self.study, self.profile.id
-        try:
-            made = fit_chooser(
-                store,
-                pair,
-                self.trace,
-                self.parts,
-                study.best_of_drafts()[:MOST],
-                self.profile,
-                {"recording": self.recording, "profile": profile},
-                artifacts=self.artifacts,
-                approximate=True,
-                progress=self.progress,
-            )
-        except (PolicyError, TraceError) as error:
-            why = str(error)
-        else:
-            why = str(made.document["reason"])
-            self.choice = parse_policy(made.policy) if made.document["chooses"] else None
+        """A choice by prompt between the best policies of the drafts, where that is asked for and
+        predicted to gain beyond noise. Stores the study, and why there is none."""
+        study = self.study
         document = {
             "recording": self.recording,
-            "profile": profile,
+            "profile": self.profile.id,
             "requests": list(study.requests),
             "trials": len(study.trials),
-            "by_prompt": why,
         }
-        self.study_id = store.put_study(
-            pair.id,
+        if self.settings.by_prompt:
+            document["by_prompt"] = self._fit_choice()
+        self.study_id = self.store.put_study(
+            self.pair.id,
             sampler=study.sampler,
             seed=study.seed,
             document=document,
             trials=[t.to_json() for t in study.trials],
             recording_id=self.recording,
         )
+
+    def _fit_choice(self) -> str:
+        """Fits :attr:`choice`; what it is predicted to gain, or why nothing can be told."""
+        try:
+            made = fit_chooser(
+                self.store,
+                self.pair,
+                self.trace,
+                self.parts,
+                self.study.best_of_drafts()[:MOST],
+                self.profile,
+                {"recording": self.recording, "profile": self.profile.id},
+                artifacts=self.artifacts,
+                approximate=True,
+                progress=self.progress,
+            )
+        except (PolicyError, TraceError) as error:
+            return str(error)
+        self.choice = parse_policy(made.policy) if made.document["chooses"] else None
+        return str(made.document["reason"])
 
     def roles(self) -> dict[str, Policy]:
         """Who is executed, by role; a policy that has several roles appears under each."""

@@ -351,9 +351,12 @@ def test_served_texts_can_be_tuned_on(door: Door, workload: Options, tuned: dict
     served = run.stderr.split("recording ")[1].split()[0]
     info = next(r for r in door.json("traces list")["recordings"] if r["id"] == served)
     assert (info["source"], info["state"], info["drafts"]) == ("serve", "complete", {})
-    again = door.json("tune", **CHAINS, recording="latest", no_publish=True)
+    how = {**CHAINS, "by_prompt": True, "no_publish": True}
+    again = door.json("tune", **how, recording="latest")
     assert again["recording"] == served
     assert again["published"] is None
+    page = Path(again["report"]).read_text()
+    assert "too few to tell whether choosing gains anything" in page
 
 
 def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
@@ -509,6 +512,7 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
     for page in (text, again):
         for part in (*parts, "latency", "positions", "tried", "by-prompt"):
             assert f'id="{part}"' in page, part
+        assert "not tried" in page.split('id="by-prompt"')[1].split("</figure>")[0]
     assert f"<h1>{made['sentence']}".split("'")[0] in again
     assert tuned["rejection"] is None, "at temperature 0 it is the same verifier"
     assert door.json("report", tuned["study"], out=path)["path"] == str(path)

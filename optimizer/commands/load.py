@@ -107,8 +107,8 @@ def tune_load(s: Tune, talk: Talk) -> Result:
             "--engine and --serve tune for a load: say --arrivals poisson:RATE, clients:N, "
             "recorded or a CSV"
         )
-    keys = ("workload", "requests.c", "sampling.", "search.g", "search.t", "trees.", "quick")
-    more = ("fresh", "report", "since", "workers")
+    keys = ("workload", "requests.c", "sampling.", "search.g", "search.t", "search.b", "trees.")
+    more = ("quick", "fresh", "report", "since", "workers")
     talk.no_effect(s, "under a load, whose requests are those of `record --engine`", *keys, *more)
     if not s.serve:
         talk.no_effect(s, "without --serve", "race.", "publish", "threads")

@@ -114,7 +114,7 @@ def _check(s: Tune, talk: Talk) -> None:
     check_server(s.url, s.folder, s.engine)
     if s.recording and s.since:
         raise ConfigError("give either --recording or --set since=AGE, not both")
-    talk.no_effect(s, "with --url", "serve", "trees.", "quick", "search.g", "search.t")
+    talk.no_effect(s, "with --url", "serve", "trees.", "quick", "search.g", "search.t", "search.b")
     if s.recording or s.since:
         talk.no_effect(s, "on a recording, whose texts are there", *OF_TEXTS)
     elif not (s.workload or s.prompts):
