@@ -732,7 +732,6 @@ class Simulate(InPlace):
     device: Device = setting("auto", "Whose profile; default: as recorded.", hidden=True)
     load: Load = group(Load(), "arrivals", "ttft", "tpot")
     per_round: AnyPath | None = setting(None, "Write one JSON line per round.")
-    keep_q_table: bool = setting(False, "Store what a q_learning window has learned.", hidden=True)
 
 
 class Tune(InPlace, Decoding):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
-from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, Fitted
-from spectune.runtime.policies.windows import WindowState
+from spectune.runtime.policies.artifacts import Artifacts, Fitted
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
 
 
 def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     """Finds artifacts by id or an unambiguous beginning of one, for
-    :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair (a
-    Q-table may be any pair's).
+    :func:`runtime.policies.plan.prepare`; with ``pair_id`` only what was fitted for that pair.
 
     It raises PolicyError where there is none, or it is damaged. Each is read once, as an artifact
     never changes.
@@ -33,11 +30,7 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
                 ) from None
             except CorruptedChunkError as error:
                 raise PolicyError(str(error)) from None
-            if (
-                pair_id is not None
-                and artifact.pair_id not in (None, pair_id)
-                and artifact.kind != Q_TABLE
-            ):
+            if pair_id is not None and artifact.pair_id not in (None, pair_id):
                 raise PolicyError(
                     f"artifact {artifact.id} was fitted for pair {artifact.pair_id}, this is pair "
                     f"{pair_id}: fit one to a recording of this pair"
@@ -51,19 +44,3 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
         return loaded[name]
 
     return find
-
-
-def keep_q_table(
-    store: TraceStore, state: WindowState, pair_id: str, provenance: Mapping[str, Any]
-) -> str:
-    """Stores what a Q-learning window has learned, float64 [states, actions]; the artifact's id.
-    Raises PolicyError for a window that learns nothing."""
-    table = state.learner.q
-    if not table.size:
-        raise PolicyError(
-            "only a q_learning window learns a Q-table; this policy's window does not"
-        )
-    document = {"states": table.shape[0], "actions": table.shape[1]}
-    return store.put_artifact(
-        Q_TABLE, document, {"values": table}, pair_id=pair_id, provenance=provenance
-    )

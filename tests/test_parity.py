@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from databases import opened
 from oracle import TraceBackend, replay_rounds
 from pairs import chain
-from recorded_texts import decoded_again, plain_texts, request_of, shape
+from recorded_texts import plain_texts, request_of, shape
 from synthetic import flat_profile
 from test_lossless import policies
 from test_tree_parity import CASES
 from test_verifiers import logits_after
 
-from spectune.optimizer.artifacts import fitted, keep_q_table
 from spectune.optimizer.simulate.chain_tables import AGREE_YES, join_chains
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -33,7 +30,6 @@ from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.runtime.sampling import Noise, log_distribution
 from spectune.runtime.session import Sessions
-from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, request_seed
 from spectune.traces.tables import Panorama, Trajectory
 
@@ -236,30 +232,3 @@ def test_coupled_replays_of_a_rejection_text_differ_only_in_acceptance(
     rejection = run_replay(ReplayTrace(others, panoramas), policy).total
     assert coupled.emitted_tokens == rejection.emitted_tokens
     assert coupled.accepted_tokens != rejection.accepted_tokens
-
-
-@llama
-def test_a_stored_q_table_is_where_the_next_session_begins(
-    pair: LoadedPair, record: Record, tmp_path: Path
-) -> None:
-    """What a Q-learning window learned in replay is kept as an artifact; a frozen policy that names
-    it decodes by it, alike in replay and execution."""
-    trajectories, panoramas = record(Sampling())
-    near = next(iter(pair.drafts))
-    trace = ReplayTrace(trajectories, panoramas)
-    window = {"kind": "q_learning", "gamma_max": 6, "epsilon": 0.3}
-    learned = run_replay(trace, parse_policy({"draft": near, "window": window})).state
-    with opened(tmp_path / "a.db") as store:
-        store.put_pair(pair.id, "tiny", pair.spec.to_json())
-        name = keep_q_table(store, learned, pair.id, {"from": "test"})
-        assert keep_q_table(store, learned, pair.id, {}) == name
-        window |= {"learn": False, "artifact": name}
-        frozen = parse_policy({"draft": near, "window": window})
-        find = fitted(store)
-        replayed = run_replay(trace, frozen, per_round=True, artifacts=find).steps()
-        decoder = Decoder(pair, StaticSource(prepare(frozen, pair.draft_names, artifacts=find)))
-        for trajectory, steps in zip(trajectories, replayed, strict=True):
-            again = decoded_again(decoder, trajectory).steps
-            assert list(map(shape, again)) == list(map(shape, steps))
-        with pytest.raises(PolicyError, match="no artifact"):
-            find("nothing")

@@ -161,7 +161,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     "static_tree": {"growth": {"kind": "static", "artifact": "a1b2"}},
     "classifier": {"growth": {"kind": "classifier", "width": 2, "artifact": "a1b2"}},
     "bins": {"growth": {"kind": "top_k", "width": 2}, "stratify": {"artifact": "a1b2"}},
-    "q_table": {"window": {"kind": "q_learning", "artifact": "a1b2"}},
     "frequencies": {"shortlist": {"kind": "frequency", "artifact": "a1b2"}},
     "router": {"shortlist": {"kind": "clusters", "artifact": "a1b2"}},
     "draft_chooser": {"by_prompt": {"artifact": "a1b2", "others": [{}]}},

@@ -219,15 +219,15 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     assert len(store.list_policies()) == 1
     table = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
     art = store.put_artifact(
-        "q_table", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"}
+        "bins", {"gamma_max": 3}, {"q": table}, pair_id=PAIR, provenance={"from": "rec-1"}
     )
     damage(store, Artifact.content, id=art)
     with pytest.raises(CorruptedChunkError, match=f"artifact {art} cannot be used"):
         store.get_artifact(art)
-    assert art == store.put_artifact("q_table", {"gamma_max": 3}, {"q": table})
-    assert art != store.put_artifact("q_table", {"gamma_max": 4}, {"q": table})
+    assert art == store.put_artifact("bins", {"gamma_max": 3}, {"q": table})
+    assert art != store.put_artifact("bins", {"gamma_max": 4}, {"q": table})
     got = store.get_artifact(art)
-    assert (got.kind, got.document) == ("q_table", {"gamma_max": 3})
+    assert (got.kind, got.document) == ("bins", {"gamma_max": 3})
     assert got.provenance == {"from": "rec-1"}
     assert np.array_equal(got.arrays["q"], table)
     trials = [{"number": i, "value": i / 3, "params": {"gamma": i}} for i in range(50)]
@@ -237,7 +237,7 @@ def test_policies_artifacts_and_studies(store: TraceStore) -> None:
     assert store.get_study(study).trials == trials
     assert store.get_study("latest").seed == 2**62
     assert [s.id for s in store.list_studies(PAIR)] == [study]
-    assert [a.id for a in store.list_artifacts("q_table", PAIR)] == [art]
+    assert [a.id for a in store.list_artifacts("bins", PAIR)] == [art]
 
 
 def test_runs_keep_their_outcome(store: TraceStore) -> None:

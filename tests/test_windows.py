@@ -50,7 +50,7 @@ DOCUMENTS: list[dict[str, Any]] = [
         "gamma_min": 0,
     },
     {"kind": "q_learning", "gamma_max": 3, "reward": "speed", "epsilon": 0.2, "seed": 2**70 + 5},
-    {"kind": "q_learning", "gamma_max": 4, "learn": False, "epsilon": 1.0},
+    {"kind": "q_learning", "gamma_max": 4, "epsilon": 1.0},
     *(
         {
             "kind": "analytic",
@@ -88,9 +88,8 @@ class Machine:
         state: WindowState | None = None,
         *,
         round_s: npt.NDArray[np.float64] | None = ROUND_S,
-        q_table: Any = None,
     ) -> None:
-        self.window = compile_window(window_of(document), round_s, q_table=q_table)
+        self.window = compile_window(window_of(document), round_s)
         self.state = init_state(self.window) if state is None else state
 
     @property
@@ -319,7 +318,7 @@ class QLearner:
     def observe(self, drafted: int, accepted: int, cached: int) -> None:
         actions = range(self.w.gamma_min, self.w.gamma_max + 1)
         now = (*self.past, self.gamma)[1:]
-        if self.w.learn and self.chosen_in is not None:
+        if self.chosen_in is not None:
             if self.w.reward == "accepted":
                 reward = accepted / drafted if drafted else 0.0
             else:
@@ -328,8 +327,7 @@ class QLearner:
             old = self.value(self.chosen_in, self.gamma)
             target = reward + self.w.discount * max(self.value(now, a) for a in actions)
             self.q[self.chosen_in, self.gamma] = old + self.w.learning_rate * (target - old)
-        explore = self.w.learn and self.uniform(2 * self.draws) < self.w.epsilon
-        if explore:
+        if self.uniform(2 * self.draws) < self.w.epsilon:
             self.gamma = actions[int(self.uniform(2 * self.draws + 1) * len(actions))]
         else:
             self.gamma = max(actions, key=lambda a: (self.value(now, a), -a))
@@ -403,10 +401,3 @@ def test_a_speed_of_an_extended_tree_is_that_of_the_longest_window() -> None:
         extended.advance(7, accepted, 0)
         longest.advance(4, accepted, 0)
         assert content(extended.state) == content(longest.state)
-
-
-def test_q_tables_that_do_not_fit_are_refused() -> None:
-    document = {"kind": "q_learning", "gamma_max": 4, "memory": 2}
-    assert Machine(document).state.learner.q.shape == (25, 4)
-    with pytest.raises(PolicyError, match="shape"):
-        Machine(document, q_table=np.zeros((25, 3)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from spectune.optimizer.artifacts import keep_q_table
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import (
@@ -20,9 +19,7 @@ from spectune.optimizer.commands.session import (
 from spectune.optimizer.inputs import outcome_json
 from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.trace import simulate as replay
-from spectune.runtime.policies.document import PromptPolicy
 from spectune.settings import Simulate
-from spectune.traces.errors import PolicyError
 from spectune.traces.tables import LatencyProfile, Recording
 
 
@@ -36,7 +33,7 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         where = info.pair_id, named or device, deployment
         policy = policy_named(store, s.policy, *where, talk)
         if s.load.arrivals is not None:
-            keys = ("since", "profile", "per_round", "keep_q_table")
+            keys = ("since", "profile", "per_round")
             talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
             # It reads what a search does, torch with it.
             from spectune.optimizer.commands.load import simulate_under_load
@@ -45,11 +42,6 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         talk.no_effect(s, "without --arrivals", "load.")
         dtype = info.options.get("dtype")
         profile = store.profile_of(info.pair_id, s.profile, device=device, dtype=dtype)
-        if s.keep_q_table and isinstance(policy, PromptPolicy):
-            raise PolicyError(
-                "keep_q_table: the policies that are chosen from keep tables of their own; "
-                "simulate one of them"
-            )
         replayed, opened, approximate = replay(
             store, info.id, policy, profile, since=s.since, tell=talk.tell, limit=s.limit,
             per_round=s.per_round is not None,
@@ -73,10 +65,6 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         data = outcome_json(outcome, policy)
         if replayed.chosen:
             data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
-        if s.keep_q_table:
-            about = {"recording": info.id, "policy": policy.spelled_out()}
-            data["artifact"] = keep_q_table(store, replayed.state, info.pair_id, about)
-            talk.tell(f"artifact {data['artifact']}")
     if approximate:
         talk.tell(f"approximate: {approximate}")
         data["approximate"] = True

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from spectune.runtime.policies.document import MALFORMED, Policy
 from spectune.traces.errors import PolicyError
 
-Q_TABLE: Final = "q_table"
 BINS: Final = "bins"
 CLASSIFIER: Final = "classifier"
 STATIC_TREE: Final = "static_tree"
@@ -19,7 +18,6 @@ FREQUENCIES: Final = "frequencies"
 ROUTER: Final = "router"
 DRAFT_CHOOSER: Final = "draft_chooser"
 COMMANDS: Final = {
-    Q_TABLE: "simulate --set keep_q_table=true",
     BINS: "fit bins --recording ID",
     CLASSIFIER: "fit classifier --recording ID",
     STATIC_TREE: "fit static-tree --recording ID",
@@ -86,8 +84,7 @@ def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:
         return f"artifact {name} is a {artifact.kind}, not a {kind}; `{command}` makes one"
     if draft in (None, policy.draft):
         return ""
-    one = f"{command} --draft {policy.draft}" if command.startswith("fit") else command
     return (
         f"{name} was fitted on draft {draft!r}, this policy drafts with {policy.draft!r}; "
-        f"`{one}` makes one"
+        f"`{command} --draft {policy.draft}` makes one"
     )

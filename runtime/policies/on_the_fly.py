@@ -20,7 +20,6 @@ from pydantic import Field, model_validator
 from spectune.runtime.policies.blocks import (
     GAMMA_LIMIT,
     AdaptiveWindow,
-    Artifact,
     Gamma,
     Probability,
     Search,
@@ -83,8 +82,7 @@ class QLearningWindow(AdaptiveWindow):
     State: the last ``memory`` windows; action: the next window; reward: the share of drafted tokens
     accepted (``accepted``) or the expected speed-up of what was emitted over its cost by the
     profile (``speed``). Epsilon-greedy with a counter-based generator seeded by ``seed``; the table
-    is carried from request to request within a session. ``artifact`` starts from a stored table,
-    ``learn`` false freezes it."""
+    is carried from request to request within a session."""
 
     kind: Literal["q_learning"] = "q_learning"
     seed: Annotated[int, Field(ge=0)] = 0
@@ -96,8 +94,6 @@ class QLearningWindow(AdaptiveWindow):
         "accepted"
     )
     gamma_min: Gamma = 1
-    learn: bool = True
-    artifact: Artifact | None = None
 
 
 class Limits(NamedTuple):
@@ -245,7 +241,6 @@ class QLearningRule(NamedTuple):
     ones."""
 
     memory: int
-    learns: bool
     rewards_speed: bool
     key: int
     rate: float
@@ -283,14 +278,13 @@ def q_learning(
     """Algorithm 2: the reward of the window just run, then the next action. Q(s, a) += rate (r +
     discount max Q(s', .) - Q(s, a)).
 
-    Greedy ties go to the smallest window; with probability epsilon, while learning, the action is
-    drawn evenly."""
+    Greedy ties go to the smallest window; with probability epsilon the action is drawn evenly."""
     now, q = learner.now[0], learner.q
     size, actions = limits.gamma_max + 1, q.shape[1]
     before = int(now.chosen_in)
     state = gamma if rule.memory == 1 else (int(now.state) % size) * size + gamma
     best = _best_action(q, state)
-    if rule.learns and before >= 0:
+    if before >= 0:
         if rule.rewards_speed:
             reward = (num_accepted + 1) * rule.rewards[min(num_drafted, limits.gamma_max)]
         else:
@@ -301,7 +295,7 @@ def q_learning(
         )
         if before == state:
             best = _best_action(q, state)
-    if rule.learns and hash_uniform(rule.key, 2 * now.draws) < rule.epsilon:
+    if hash_uniform(rule.key, 2 * now.draws) < rule.epsilon:
         best = int(hash_uniform(rule.key, 2 * now.draws + 1) * actions)
     now.draws += 1
     now.state = now.chosen_in = state

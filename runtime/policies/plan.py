@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spectune.runtime.costs import window_costs
-from spectune.runtime.policies.artifacts import Q_TABLE, Artifacts, read_artifact
+from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import Chooser, stored_chooser
 from spectune.runtime.policies.document import Policy, PromptPolicy
 from spectune.runtime.policies.rules import ShortlistRule, compile_shortlist, compile_tree
@@ -96,7 +96,7 @@ def prepare(
     if policy.draft != "none" and policy.draft not in drafts:
         names = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")
-    rules = shortlist = round_s = q_table = None
+    rules = shortlist = round_s = None
     if policy.speculates:
         greedy, sampled = (
             compile_tree(policy, sampled=sampled, artifacts=artifacts) for sampled in (False, True)
@@ -105,13 +105,9 @@ def prepare(
         shortlist = compile_shortlist(policy, artifacts)
         if policy.needs_profile and profile is not None:
             round_s = window_costs(profile, policy, rules[0], shortlist)
-    if getattr(policy.window, "artifact", None) is not None:
-        q_table = read_artifact(
-            policy, "window", Q_TABLE, artifacts, lambda _, arrays: arrays["values"]
-        )
     return Plan(
         policy=policy,
-        window=compile_window(policy.window, round_s, q_table=q_table),
+        window=compile_window(policy.window, round_s),
         stop=compile_stop(policy.stop),
         version=version,
         rules=rules,

@@ -55,7 +55,7 @@ Q_LEARNING: Final = 4
 HEURISTIC: Final = 5
 
 
-_NO_LEARNING: Final = on_the_fly.QLearningRule(1, False, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
+_NO_LEARNING: Final = on_the_fly.QLearningRule(1, False, 0, 0.0, 0.0, 0.0, np.zeros(1))
 
 
 class CompiledWindow(NamedTuple):
@@ -65,7 +65,7 @@ class CompiledWindow(NamedTuple):
     ``reads_cache``: it wants to know how many accepted tokens are cached (others may be given 0;
     only whether it is above 0 counts). Method 1 has ``history``, the rounds that are remembered,
     and ``expected`` (:func:`expected_acceptances`); method 4 ``q_learning`` and ``q`` float64
-    [states, actions], the Q-table that a session starts from."""
+    [states, actions], the Q-table that a session starts from: zeros."""
 
     kind: int
     limits: Limits
@@ -143,17 +143,12 @@ def init_state(window: CompiledWindow) -> WindowState:
     return state
 
 
-def compile_window(
-    window: Window, round_s: FloatArray | None = None, *, q_table: npt.ArrayLike | None = None
-) -> CompiledWindow:
-    """Resolves a window's parameters, costs and stored table.
+def compile_window(window: Window, round_s: FloatArray | None = None) -> CompiledWindow:
+    """Resolves a window's parameters and costs.
 
     ``round_s``: seconds of a round by its window, at least for 0..gamma_max
-    (:func:`runtime.costs.window_costs`). ``q_table`` float64 [(gamma_max + 1) ** memory,
-    gamma_max - gamma_min + 1] is what a ``q_learning`` window starts from: a row for the last
-    windows as digits in base gamma_max + 1, latest last, a column for each window from gamma_min
-    on. Raises PolicyError where the window needs costs and there are none, or the table does not
-    fit."""
+    (:func:`runtime.costs.window_costs`). Raises PolicyError where the window needs costs and there
+    are none."""
     if isinstance(window, (FixedWindow, ByLoadWindow)):  # of one request at a time
         gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
         return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
@@ -171,10 +166,10 @@ def compile_window(
             rewards = round_s[0] / round_s
         key = int(np.uint64(mix64(np.uint64(window.seed % 2**64))).astype(np.int64))
         weights = window.learning_rate, window.discount, window.epsilon
-        rule = on_the_fly.QLearningRule(
-            window.memory, window.learn, by_speed, key, *weights, rewards
-        )
-        table = _first_table(window, q_table)
+        rule = on_the_fly.QLearningRule(window.memory, by_speed, key, *weights, rewards)
+        # A row for the last windows as digits in base gamma_max + 1, latest last.
+        states = (window.gamma_max + 1) ** window.memory
+        table = np.zeros((states, window.gamma_max - window.gamma_min + 1))
         return CompiledWindow(Q_LEARNING, limits, q_learning=rule, q=table, carries=True)
     if isinstance(window, CacheFsmWindow):
         return CompiledWindow(CACHE_FSM, limits, reads_cache=True)
@@ -189,18 +184,3 @@ def _weighed(window: AnalyticWindow | QLearningWindow, round_s: FloatArray | Non
             "this dtype: run `profile` here first, with the same device and dtype"
         )
     return round_s[: window.gamma_max + 1]
-
-
-def _first_table(window: QLearningWindow, q_table: npt.ArrayLike | None) -> FloatArray:
-    """The Q-table that a session starts from. Raises PolicyError where a stored one has another
-    shape."""
-    shape = (window.gamma_max + 1) ** window.memory, window.gamma_max - window.gamma_min + 1
-    if q_table is None:
-        return np.zeros(shape)
-    table: FloatArray = np.ascontiguousarray(q_table, dtype=np.float64)
-    if table.shape != shape:
-        raise PolicyError(
-            f"window.artifact: the Q-table {window.artifact or 'given'} has shape {table.shape}, "
-            f"this window needs {shape}"
-        )
-    return table
