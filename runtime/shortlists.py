@@ -118,14 +118,11 @@ class Router(NamedTuple):
 class Shortlists:
     """A rule for one draft: which tokens each draft step evaluates, and their logits. Of a
     shortlist that depends on no context the weights of the first ``steps`` draft steps are cut out
-    at once.
-
-    ``chosen`` holds the shortlists of the current round, step by step. Raises PolicyError when the
-    artifact is of another output head or vocabulary than the draft's."""
+    at once. Raises PolicyError when the artifact is of another output head or vocabulary than the
+    draft's."""
 
     def __init__(self, rule: ShortlistRule, model: SlotModel, steps: int = 0) -> None:
         self.rule, self.model, self.output = rule, model, model.output
-        self.chosen: list[Support] = []
         self._supports: dict[int, Support] = {}
         if rule.routing is not None:
             self._route(model)
@@ -182,18 +179,14 @@ class Shortlists:
         ``tokens`` int64 [n]: the nodes'; ``previous`` [n, d]: the hidden states of the tokens
         before them, None where there are none (zeros stand for them).
         """
-        if step == 0:
-            self.chosen.clear()
         if not self.routed:
-            self.chosen.append(self._frequent(step))
-            return self.chosen[-1]
+            return self._frequent(step)
         scores = self.scores(self.model.embedded(tokens), previous)
         best = top_clusters(scores, self.rule.budget(step))
         selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
         places = selected.any(0)[self._cluster_of].nonzero()[:, 0]
         inside = selected[:, self._cluster_of[places]] if len(tokens) > 1 else None
-        self.chosen.append(Support(self._rows[places], self._ids[places], inside))
-        return self.chosen[-1]
+        return Support(self._rows[places], self._ids[places], inside)
 
     def scores(self, embedded: Tensor, previous: Tensor | None) -> Tensor:
         """The router's scores [n, M] for embeddings [n, d_e] and the states before them [n, d]

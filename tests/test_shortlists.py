@@ -31,6 +31,7 @@ from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.sampling import Noise
+from spectune.runtime.shortlists import Support
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Request, Sampling, Step
 
@@ -289,18 +290,33 @@ class Reference:
         return sorted(law, key=lambda t: -(law[t] + row[t]))
 
 
+def watched(prepared: Plan) -> list[Support]:
+    """Becomes, as the plan decodes, the shortlists of its current round, step by step."""
+    chosen: list[Support] = []
+    select = prepared.shortlists.select
+
+    def noted(step: int, *about: Any) -> Support:
+        if step == 0:
+            chosen.clear()
+        chosen.append(select(step, *about))
+        return chosen[-1]
+
+    prepared.shortlists.select = noted
+    return chosen
+
+
 def followed(
     pair: LoadedPair, prepared: Plan, sampling: Sampling, tokens: int = SHORT
 ) -> Iterator[tuple[list[int], Round, Noise | None, list[set[int]]]]:
     """Every round of all prompts: the text before it, the round, the request's noise, and the
     shortlists it used."""
-    decoder = Decoder(pair, StaticSource(prepared))
+    decoder, chosen = Decoder(pair, StaticSource(prepared)), watched(prepared)
     for request in requests(decoder, sampling, tokens):
         text = list(request.prompt_ids)
         noise = Noise(request.seed, pair.target.vocab_size, torch.device("cpu"))
         for item in decoder.rounds(request):
             used = None if sampling.greedy else noise
-            yield list(text), item, used, [set(s.ids.tolist()) for s in prepared.shortlists.chosen]
+            yield list(text), item, used, [set(s.ids.tolist()) for s in chosen]
             text += item.tokens
 
 
@@ -429,12 +445,12 @@ def rejection_p_value(shortlist: dict[str, Any]) -> tuple[float, float]:
     }
     policy = parse_policy(chain("draft", 2, shortlist=shortlist))
     prepared = prepare_for(pair, policy, artifacts=found.__getitem__)
-    decoder = Decoder(pair, StaticSource(prepared), "rejection")
+    decoder, chosen = Decoder(pair, StaticSource(prepared), "rejection"), watched(prepared)
     drawn, mass = [], []
     for seed in range(400):
         request = DecodeRequest("r", [1, 2], PLAIN, seed, 2, verifier="rejection")
         drawn.append([t for r in decoder.rounds(request) for t in r.tokens])
-        mass.append(float(first[prepared.shortlists.chosen[0].ids].sum()))
+        mass.append(float(first[chosen[0].ids].sum()))
     return p_value_of_two(pair, drawn), float(np.mean(mass))
 
 

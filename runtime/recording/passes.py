@@ -77,7 +77,6 @@ class Passes(ABC):
         for step in sorted(set(steps)):
             at = torch.tensor([n for n, one in enumerate(steps) if one == step], device=self.device)
             support = self.shortlists.select(step, ids[at], previous[at])
-            self.shortlists.chosen.clear()
             rows[at[:, None], support.ids] = self.shortlists.logits(states[at], support)
         return rows
 
