@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from pickletools import genops
 from typing import Any, BinaryIO
 
 from spectune.traces.errors import PairError, SpectuneError
@@ -321,7 +322,5 @@ def _holds(file: Path, names: Collection[str]) -> bool:
                 return not _safetensors_header(opened).keys().isdisjoint(names)
         with zipfile.ZipFile(file) as archive:
             inner = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            pickled = archive.read(inner)
-        # A pickled text begins with its length.
-        return any(len(n).to_bytes(4, "little") + n.encode() in pickled for n in names)
+            return any(value in names for _, value, _ in genops(archive.read(inner)))
     return False
