@@ -298,6 +298,26 @@ def test_no_policy_has_more_texts_noted_than_the_server_allows(
     assert all((n["prompt"], n["output"]) == (None, None) for n in lines(folder))
 
 
+def test_whose_texts_are_noted_holds_whatever_else_is_refused_or_fails(
+    start: Start, folder: Path
+) -> None:
+    publish(folder, 1, {"1": MOST + 1}, texts="none")
+    scheduler = start()
+    eventually(lambda: status(folder)["refused"])
+    serve(scheduler, 2)
+    eventually(lambda: len(lines(folder)) == 2)
+    watched = scheduler._spectune
+    watched.retry_at = time.monotonic() + 3600  # what follows waits for the disk
+    serve(scheduler, 2)
+    watched.decoding = None
+    serve(scheduler, 1)
+    eventually(lambda: "goes on without it" in str(status(folder)["fault"]))
+    watched.retry_at = 0.0
+    eventually(lambda: len(lines(folder)) == 4)
+    assert all((n["prompt"], n["output"]) == (None, None) for n in lines(folder))
+    assert status(folder)["retrace"] is None
+
+
 def test_a_policy_comes_into_force_and_goes(start: Start, folder: Path) -> None:
     scheduler = start()
     publish(folder, 1, {"1": 5, "3": 2}, contexts={"100": {"1": 1}})
@@ -382,6 +402,9 @@ def test_a_version_that_is_not_listed_checks_itself_first(
     scheduler = start()
     publish(folder, 1, {"1": 3})
     eventually(lambda: "256 rounds" in (status(folder)["refused"] or {}).get("reason", ""))
+    before = status(folder)["refused"]
+    serve(scheduler, 4)
+    assert status(folder)["refused"] == before, "whatever is left of them"
     serve(scheduler, 60)
     wait_for(folder, 1)
     assert not status(folder)["refused"]

@@ -52,7 +52,6 @@ class Table(NamedTuple):
     version: int
     policy: str
     lookups: list[tuple[int, list[int] | None]]
-    share: float = 1.0  # of requests whose tokens may be noted
 
 
 class Decoding:
@@ -74,7 +73,8 @@ class Agent:
         self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
         self.initial = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
         self.active, self.refusal, self.unchecked = False, "", 0
-        self.allowed, self.key, self.labels = 0.0, f"retrace {os.urandom(16).hex()}", set[str]()
+        self.key, self.labels = f"retrace {os.urandom(16).hex()}", set[str]()
+        self.allowed, self.wanted = 0.0, 0.0  # until the environment and policy.json are read
         self.decoding: dict[str, Decoding] = {}
         self.retraced: set[str] = set()
         self.draft_limit: int | None = None  # of others, beside requests that are retraced
@@ -214,8 +214,9 @@ class Agent:
 
     @property
     def share(self) -> float:
-        """The share of requests whose tokens are noted."""
-        return min(self.allowed, self.table.share)
+        """The share of requests whose tokens are noted: what ``policy.json`` wants of what the
+        environment allows. It holds whatever else is refused or fails."""
+        return min(self.allowed, self.wanted)
 
     def run(self) -> None:
         try:
@@ -259,7 +260,8 @@ class Agent:
         )
         try:
             stat = os.stat(path)
-            seen: Any = stat.st_mtime_ns, stat.st_size, stat.st_ino, self.refusal, self.unchecked
+            is_checked = not self.unchecked
+            seen: Any = stat.st_mtime_ns, stat.st_size, stat.st_ino, self.refusal, is_checked
         except FileNotFoundError:
             seen = None
         if seen == self.policy_seen:
@@ -268,27 +270,30 @@ class Agent:
             try:
                 with open(path, "rb") as file:
                     document = json.load(file)
+                self.wanted = share_of(document.get("texts", "all"))
                 table = self.table_of(document)
             except Exception as error:  # of any shape, or half-written
                 version = document.get("version") if isinstance(document, dict) else None
                 refused, table = {"version": version, "reason": f"policy.json: {error}"}, self.table
+        else:
+            self.wanted = 1.0
         if table is not self.table:
             self.since = time.time()
         self.table, self.refused, self.policy_seen = table, refused, seen
 
     def table_of(self, document: Any) -> Table:
         """Raises ValueError for what is no policy, or none for this server."""
-        version, share = document["version"], share_of(document.get("texts", "all"))
+        version = document["version"]
         if type(version) is not int or document["format"] != 1:
             raise ValueError("its format is not 1, or its version no whole number")
         if not version:
-            return self.initial._replace(share=share)
+            return self.initial
         if self.refusal or self.unchecked:
-            raise ValueError(self.refusal or f"{self.unchecked} rounds to check of this version")
+            raise ValueError(self.refusal or f"{SELF_CHECK_ROUNDS} rounds are checked first")
         by_context = {"0": document["gammas"], **document.get("contexts", {})}
         lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
         lookups.sort(key=lambda pair: -pair[0])
-        return Table(version, str(document["policy"]), lookups, share)
+        return Table(version, str(document["policy"]), lookups)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
