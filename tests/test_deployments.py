@@ -28,6 +28,7 @@ from spectune.runtime.policies.plan import prepare
 from spectune.traces.errors import EngineError
 from spectune.traces.schema import Request, Sampling, Tokens, Workload
 from spectune.traces.store import TraceStore
+from spectune.traces.store.query import in_force
 from spectune.traces.tables import AckStatus, Publication, Trajectory
 
 HOT = ("--temperature", 0.7, "--seed", 3)
@@ -271,6 +272,23 @@ def test_what_servers_did_with_a_publication_is_told(tmp_path: Path, tiny_pair: 
         f"version 3: version 2 -> back to version 1: {fixed(2).label()} is published in deployment "
         "default; nobody has applied it yet"
     ) in " ".join(told.stdout.split())
+
+
+def test_what_is_published_while_others_are_listed_breaks_no_list(
+    tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
+    door.json("policies", "activate", json.dumps(fixed(2).spelled_out()), *of)
+
+    def meanwhile(store: TraceStore) -> list[dict[str, Any]]:
+        rows = in_force(store)
+        (first,) = store.list_publications()
+        store.publish(first.pair_id, "cpu", first.policy_id, actor="test")
+        return rows
+
+    monkeypatch.setattr("spectune.optimizer.commands.policies.in_force", meanwhile)
+    (row,) = door.json("policies", "list")["publications"]
+    assert (row["version"], row["active"]) == (1, True)
 
 
 def test_a_rollback_goes_back_to_what_was_applied(

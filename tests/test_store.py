@@ -83,6 +83,9 @@ def test_pairs_are_kept_and_found_by_id_prefix_and_name(store: TraceStore) -> No
     assert [p.name for p in store.list_pairs()] == ["demo"]
     for text in (PAIR, PAIR[:5], "demo", "latest"):
         assert store.get_pair(text).document == {"target": "t", "drafts": {"small": "s"}}
+    for models in ({"target": "first"}, {"target": "second"}):  # known only later
+        store.put_pair(PAIR, "demo", {}, models)
+        assert store.get_pair(PAIR).models == {"target": "first"}
     with pytest.raises(NotFoundError, match="no pair 'nobody'"):
         store.get_pair("nobody")
 
@@ -205,6 +208,7 @@ def test_profiles_come_back_equal_and_the_latest_is_found(store: TraceStore) -> 
     assert store.profile_of(PAIR, device="cpu", hardware="an Abacus") is None
     assert store.profile_of(PAIR, device="cpu", dtype="bfloat16") is None
     assert store.profile_of(PAIR, device="tpu") is None
+    assert store.profile_of(PAIR, device="cuda:NVIDIA L4") == cuda
     of_abacus = replace(first, environment={"device": "an Abacus"})
     ids.append(store.put_profile(of_abacus))
     assert store.profile_of(PAIR, device="cpu", hardware="an Abacus") == of_abacus
@@ -300,6 +304,30 @@ def test_publishing_compares_and_swaps_and_happens_once_under_a_key(store: Trace
     publish("b", expected=first)
     with pytest.raises(NotFoundError, match="no policy"):
         publish("c")
+
+
+def test_publishing_for_a_gpu_and_for_all_of_them_is_one_after_the_other(
+    store: TraceStore,
+) -> None:
+    """What is in force there is one thing: who expected it to be another is told."""
+    publish, refused = published(store), list[str]()
+
+    def at_once() -> None:
+        try:
+            publish("b", device="cuda:NVIDIA L4", expected=0)
+        except StaleVersionError as error:
+            refused.append(str(error))
+
+    second = threading.Thread(target=at_once)
+
+    def meanwhile(_: Session) -> None:
+        second.start()
+        second.join(0.3)
+
+    version = publish("a", device="cuda", expected=0, guard=meanwhile)
+    second.join(20)
+    assert len(refused) == 1
+    assert f"publication {version} is in force, not 0" in refused[0]
 
 
 def test_acknowledgements_are_kept_in_order(store: TraceStore) -> None:

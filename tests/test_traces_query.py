@@ -304,6 +304,17 @@ def test_two_policies_are_compared_on_the_requests_that_both_decoded(store: Trac
         compare(store, names[0], "nothing")
 
 
+def test_a_mean_batch_of_a_half_is_rounded_alike_everywhere(store: TraceStore) -> None:
+    store.put_pair(PAIR, "demo", {"target": "t"})
+    made = store.create_recording(Asked(PAIR, None, Sampling(), 64)).id
+    rounds = (((0, 0, 1, 0, 1), 2), ((1, 4, 5, 2, 3), 3))
+    steps = [Step(*of, of[1], draft="small", policy=POLICY_ID, batch=n) for of, n in rounds]
+    store.append_trajectory(made, 0, a_trajectory(0, n=4), steps)
+    (told,) = query.speed(store, by=("batch",))
+    (executed,) = query.acceptance(store, by=("batch",), executed=True)
+    assert (told["mean_batch"], told["batch"], executed["batch"]) == (2.5, 3, 3)
+
+
 def test_a_request_decoded_again_weighs_as_much_on_both_sides(store: TraceStore) -> None:
     """Else a policy would look slower for having met the slow requests more often."""
     for policy, times in ((POLICY_ID, (1, 5)), (OTHER, (2, 1))):

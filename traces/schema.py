@@ -425,7 +425,12 @@ def device_name(device: str, card: str | None = None) -> str:
 
 def devices_of(device: str) -> tuple[str, ...]:
     """By what names something is published for a device: its own, and that of all its kind."""
-    return tuple(dict.fromkeys((device, device.partition(":")[0])))
+    return tuple(dict.fromkeys((device, kind_of(device))))
+
+
+def kind_of(device: str) -> str:
+    """``cuda`` of ``cuda:NVIDIA L4``."""
+    return device.partition(":")[0]
 
 
 def quantiles(values: list[float]) -> dict[str, float] | None:

@@ -14,7 +14,7 @@ _SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds", "prompts"
 _QUERIES: Final = {
     "requests": f"""
 SELECT s.*, CAST(emitted - prompts AS DOUBLE PRECISION) / NULLIF(rounds - prompts, 0) AS tau,
-  CAST(ROUND(CAST(batches AS DOUBLE PRECISION) / NULLIF(rounds, 0)) AS INTEGER) AS batch,
+  (2 * batches + rounds) / NULLIF(2 * rounds, 0) AS batch,
   CAST(accepted AS DOUBLE PRECISION) / NULLIF(drafted, 0) AS acceptance,
   emitted / NULLIF(seconds, 0) AS tokens_per_s
 FROM (SELECT t.recording_id, {_OF}, e.key AS policy_id, y.label AS policy, t.n_prompt, t.n_output,

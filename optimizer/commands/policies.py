@@ -55,11 +55,13 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
     device = device_of(s.device) if spec or s.device != "auto" else None
     with open_store(s) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
+        every = store.list_publications(pair_id, device, s.deployment)
+        # After them, so that it says of each of them until when it held.
         until = {row["version"]: row["until"] for row in in_force(store)}
         servers = Servers.of(store)
         publications = [
             (p, store.acknowledgements(p.version))
-            for p in store.list_publications(pair_id, device, s.deployment)
+            for p in every
             if not s.in_force or until[p.version] is None
         ]
         policies = [

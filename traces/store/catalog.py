@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.traces.blobs import Content
-from spectune.traces.schema import Outcome, Workload
-from spectune.traces.store.rows import Storage, insert, newest, require, resolve
+from spectune.traces.schema import Outcome, Workload, kind_of
+from spectune.traces.store.rows import Storage, insert, insert_absent, newest, require, resolve
 from spectune.traces.tables import (
     Artifact,
     LatencyProfile,
@@ -37,8 +37,13 @@ class Catalog(Storage):
         self, pair_id: str, name: str, document: Document, models: Document | None = None
     ) -> None:
         """Stores a pair under its fingerprint, with those of its ``models`` where they are known; a
-        pair that is there already keeps its document."""
-        self._put(Pair, id=pair_id, name=name, document=dict(document), models=dict(models or {}))
+        pair that is there already keeps its document, and its models where it has them."""
+        values: dict[str, Any] = {"id": pair_id, "name": name, "document": dict(document)}
+        values |= {"models": dict(models or {}), "created_at": self.clock()}
+        with self.database.write() as session:
+            if not insert_absent(session, Pair, values) and models:
+                row = session.get_one(Pair, pair_id)
+                row.models = row.models or dict(models)
 
     def get_pair(self, text: str) -> Pair:
         """Also by name: the newest of it."""
@@ -92,10 +97,10 @@ class Catalog(Storage):
         dtype: str | None = None,
         hardware: str | None = None,
     ) -> Iterator[LatencyProfile]:
-        """Newest first, one in memory at a time."""
-        query = newest(
-            LatencyProfile, LatencyProfile.id, pair_id=pair_id, device=device, dtype=dtype
-        )
+        """Newest first, one in memory at a time. Profiles are of kinds of devices: of
+        ``cuda:NVIDIA L4`` those of ``cuda``."""
+        of: dict[str, Any] = {"pair_id": pair_id, "device": device and kind_of(device)}
+        query = newest(LatencyProfile, LatencyProfile.id, **of, dtype=dtype)
         if hardware is not None:
             query = query.where(LatencyProfile.environment["device"].as_string() == hardware)
         with self.database.read() as session:

@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from spectune.db import NotFoundError, StaleVersionError
-from spectune.traces.schema import devices_of
+from spectune.traces.schema import devices_of, kind_of
 from spectune.traces.store.rows import Storage, given, is_stored, require
 from spectune.traces.tables import Acknowledgement, AckStatus, Pair, Publication, StoredPolicy
 from spectune.traces.views import IN_FORCE
@@ -59,8 +59,9 @@ class Publications(Storage):
         """
         with self.database.write() as session:
             # On PostgreSQL writers run side by side: without the lock two of them could both find
-            # `expected` in force.
-            self.database.lock(session, f"publish {deployment} {pair_id} {device}")
+            # `expected` in force. For all devices of a kind, as what holds for one may be
+            # published for all.
+            self.database.lock(session, f"publish {deployment} {pair_id} {kind_of(device)}")
             if guard is not None:
                 guard(session)
             if idempotency_key is not None:

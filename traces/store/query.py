@@ -194,8 +194,9 @@ def _executed(store: TraceStore, only: TraceFilter) -> Iterator[Row]:
     for row in _texts(store, only, Trajectory, Trajectory.by_policy):
         for policy, sums in row["by_policy"].items():
             if chosen(policy):
-                starts, batch = sums["rounds"] - sums["prompts"], sums["batches"] / sums["rounds"]
-                of = {"policy_id": policy, "starts": starts, "batch": round(batch)}
+                starts, rounds = sums["rounds"] - sums["prompts"], sums["rounds"]
+                batch = (2 * sums["batches"] + rounds) // (2 * rounds)  # as the view rounds
+                of = {"policy_id": policy, "starts": starts, "batch": batch}
                 yield {**row, **of, **sums["by_position"]}
 
 
