@@ -5,7 +5,8 @@ after an error."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,9 @@ import numpy as np
 
 from spectune.engines.protocol import Prompt
 from spectune.engines.vllm.execute import IN_FORCE_S, RunningServer
-from spectune.engines.vllm.follow_policy import PolicyWriter
+from spectune.engines.vllm.folder import read_policy
+from spectune.engines.vllm.follow_policy import PolicyWriter, file_of
+from spectune.engines.vllm.locks import database_of
 from spectune.engines.vllm.retrace import Retracer
 from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.deployment import Place
@@ -38,16 +41,26 @@ DESIGN_CLIENTS: Final = 8
 """Most clients that costs are noted with, where the loads do not say how many there are."""
 
 
-def connect(url: str, folder: str, pair: PairSpec | None) -> RunningServer:
-    """The server to tune. Raises EngineError where it drafts nothing, and as
-    :class:`RunningServer` does."""
+@contextmanager
+def connect(
+    store: TraceStore, url: str, folder: str, pair: PairSpec | None
+) -> Iterator[RunningServer]:
+    """The server to tune, which nobody else tunes until the block ends. Raises EngineError where
+    it drafts nothing, TraceError where it is tuned, or followed into another database than
+    ``store``, whose `follow` would take out what is published here, and as :class:`RunningServer`
+    does."""
     server = RunningServer(url, Path(folder), pair)
     if server.draft == "none":
         raise EngineError(
             f"{server.url} drafts nothing; start it with --speculative-config (`engines vllm` "
             "prints the command)"
         )
-    return server
+    how, database = database_of(server.folder, "follow")
+    if database not in ("", store.database.id):
+        here = file_of(store.database)
+        raise TraceError(f"{folder} is {how}; tune into that database (--db), not {here}")
+    with server.reserved():
+        yield server
 
 
 def tune_server(
@@ -110,10 +123,11 @@ def put_published(
     """Ends the trials, puts what is published in force, as `follow` does where it runs, and waits
     for the answer."""
     server.close()
-    writer = PolicyWriter(store, server.folder, deployment, tell, pair=server.spec)
+    texts = read_policy(server.folder).get("texts")  # as before
+    writer = PolicyWriter(store, server.folder, deployment, tell, pair=server.spec, texts=texts)
     writer.look()
     deadline = time.monotonic() + IN_FORCE_S
-    while writer.status is None or writer.status.in_force.version != writer.version:
+    while not writer.is_in_force:
         refused = writer.status and writer.status.refused
         if refused and refused.version == writer.version:
             tell(f"publication {writer.version} is refused by {server.url}: {refused.reason}")

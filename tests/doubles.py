@@ -186,8 +186,9 @@ class FakeVllm(ThreadingHTTPServer):
             document = {"version": 0}
         except ValueError:  # half-written
             return
-        version = document["version"]
-        if version in (self.version, (self.refused or {}).get("version")):
+        version, in_force = document["version"], (self.version, self.policy)
+        is_refused = version == (self.refused or {}).get("version")
+        if is_refused or (version, document.get("policy", "")) == in_force:
             return
         gammas = {int(n): tokens for n, tokens in document.get("gammas", {"1": self.most}).items()}
         if max(gammas.values()) > self.most or min(gammas.values()) < 0:

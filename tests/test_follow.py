@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import signal
@@ -23,12 +24,13 @@ from synthetic import policy
 from token_ids import encoded
 from waiting import eventually
 
-from spectune.db import open_database
+from spectune.db import UnavailableError, open_database
 from spectune.engines.vllm.folder import CHUNK
 from spectune.engines.vllm.follow import Follower, Limits
 from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.traces.errors import PairError, TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
@@ -312,7 +314,7 @@ def test_a_publication_reaches_the_server_and_its_answer_the_database(
     other.status()
     Follower(store, agent.folder, "vllm", told.append).once()
     assert agent.policy() == {"format": 1, "version": 0}
-    assert f"version {number} of deployment vllm is not for this server" in told[-1]
+    assert f"version {number} of deployment vllm is not for this server" in told[-2]
 
 
 def test_what_was_published_for_batches_is_written_by_batch(
@@ -409,6 +411,121 @@ def test_what_should_be_in_force_is_put_back(store: TraceStore, agent: Agent) ->
     Agent(agent.folder, "bbbb").status(version, "of another database")
     one.once()
     assert len(store.acknowledgements(version)) == 3
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_the_database_does_not_say_takes_nothing_out(
+    store: TraceStore, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that fails is repeated; what is known stays, and a killed tuning is undone."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise UnavailableError("the database is away")
+
+    def look(one: Follower, broken: str) -> None:
+        with monkeypatch.context() as away:
+            away.setattr(TraceStore, broken, failing)
+            with pytest.raises(UnavailableError):
+                one.once()
+
+    told: list[str] = []
+    running = follower(store, agent, told)
+    running.once()
+    first = put_in_force(store, PAIR.id, policy("small", 2), deployment="vllm")
+    running.once()
+    live = agent.policy()
+    assert live["version"] == first
+    fresh = follower(store, agent, told)
+    for broken in ("followed_server", "newest_publications", "list_publications"):
+        look(fresh, broken)
+        assert agent.policy() == live
+    second = put_in_force(store, PAIR.id, policy("small", 3), deployment="vllm")
+    look(running, "list_publications")
+    assert agent.policy() == live
+    for one in (running, follower(store, agent, told)):
+        trial = {"version": -3, "gammas": {"1": 2}, "before": live}
+        (agent.folder / "policy.json").write_text(json.dumps(trial))
+        look(one, "newest_publications")
+        assert agent.policy() == live
+    assert told.count("a tuning was killed; its trial is taken back") == 2
+    running.once()
+    assert agent.policy()["version"] == second
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_pair_by_another_name_is_followed_on(
+    store: TraceStore, agent: Agent, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    follower(store, agent, told).once()
+    version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+    follower(store, agent, told).once()
+    before = agent.policy()
+    file = tmp_path / "p2.json"
+    drafts = {"s2": PAIR.drafts["small"]}
+    file.write_text(json.dumps({"name": "p2", "target": PAIR.target, "drafts": drafts}))
+    agent.write(1, version=version)
+    Follower(store, agent.folder, "vllm", told.append, pair=read_pair(str(file))).once()
+    assert agent.policy() == before
+    (info,) = store.list_recordings()
+    steps = [step for r in store.iterate(info.id, steps=True) for step in r.steps]
+    assert {step.draft for step in steps} == {"", "small"}
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_was_published_for_other_models_is_taken_out_and_told(
+    store: TraceStore, agent: Agent, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    one = follower(store, agent, told)
+    one.once()
+    version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
+    one.once()
+    before = agent.policy()
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"target": PAIR.drafts["small"], "drafts": {}}))
+    mistyped = Follower(store, agent.folder, "vllm", told.append, pair=read_pair(str(file)))
+    with pytest.raises(PairError, match="the pair's target is"):
+        mistyped.once()
+    assert agent.policy() == before, "the server is the one that it was published for"
+    Follower(store, agent.folder, "vlm", told.append, pair=PAIR).once()
+    assert agent.policy() == {"format": 1, "version": 0}
+    line = f"version {version} is taken out of policy.json: nothing in deployment vlm is for this"
+    assert line in told[-1]
+    one.once()
+    assert agent.policy() == before
+    other = Agent(agent.folder, "bbbb", draft=None)
+    other.engine["model"] = PAIR.drafts["small"]
+    other.status(version, TABLE.id)
+    for _ in range(2):
+        with pytest.raises(PairError, match="the pair's target is"):
+            one.once()
+        assert agent.policy() == {"format": 1, "version": 0}
+    assert sum(line.replace("vlm", "vllm") in said for said in told) == 1
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_a_server_refuses_of_another_database_is_no_answer(
+    store: TraceStore, agent: Agent
+) -> None:
+    store.put_pair("other", "other", {}, {"target": "t", "drafts": {}, "methods": []})
+    version = put_in_force(store, "other", TABLE, deployment="vllm")
+    theirs = {"format": 1, "version": version, "policy": "p", "gammas": {"1": 9}}
+    theirs["database"] = {"id": "0123", "name": "other.db"}
+    (agent.folder / "policy.json").write_text(json.dumps(theirs))
+    agent.status(refused={"version": version, "reason": "no"})
+    follower(store, agent, []).once()
+    assert store.acknowledgements() == ()
+    assert agent.policy() == theirs
+
+
+def test_a_file_system_without_locks_is_told(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    with pytest.raises(TraceError, match=r"file system has no locks \(No locks available\)"):
+        FolderLock(agent.folder, "follow", "followed")
 
 
 def fixed(draft: str, gamma: int) -> str:
@@ -679,9 +796,10 @@ def test_files_with_texts_are_their_users_alone(tmp_path: Path, agent: Agent) ->
             door.json("traces export", tmp_path / name)
     finally:
         os.umask(before)
-    names = ("traffic.db", "rows.csv", "rows.json", "shared.csv", "folder/policy.json")
+    names = ("traffic.db", "rows.csv", "rows.json", "shared.csv")
+    names += ("folder/policy.json", "folder/follow.lock")
     modes = [oct((tmp_path / name).stat().st_mode & 0o777) for name in names]
-    assert modes == ["0o600", "0o600", "0o600", "0o664", "0o600"]
+    assert modes == ["0o600", "0o600", "0o600", "0o664", "0o600", "0o600"]
     assert log & 0o777 == 0o600
     with (tmp_path / "rows.csv").open(newline="") as file:
         categories = [row["category"] for row in csv.DictReader(file)]

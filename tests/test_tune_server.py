@@ -10,16 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from databases import opened
+from databases import opened, put_in_force
 from doors import Door, write_lines
 from doubles import MOST, FakeVllm, served
 from synthetic import policy
 from waiting import eventually
 
 from spectune.engines.vllm.follow import Follower
+from spectune.engines.vllm.locks import FolderLock
 from spectune.optimizer.simulate.trace import simulate
+from spectune.optimizer.tune_server import connect, put_published
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.traces.errors import TraceError
 
 WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
 
@@ -84,6 +87,31 @@ def test_what_was_in_force_is_put_back(
     eventually(lambda: fake.version == 3)
     assert json.loads((fake.folder / "policy.json").read_text()) == policy
     assert "Traceback" not in process.communicate()[1]
+
+
+def test_a_server_is_tuned_by_one_at_a_time(door: Door, fake: FakeVllm, pair: LoadedPair) -> None:
+    """Also while it tries nothing; what it publishes leaves whose texts are noted."""
+    file, spec, two = fake.folder / "policy.json", pair.spec, policy("near", 2)
+    with opened(door.db) as store:
+        where = (store, fake.url, str(fake.folder), spec)
+        with connect(*where) as server:
+            server.put_in_force(policy("near", 1))
+            server.close()
+            with (
+                pytest.raises(TraceError, match=r"is tuned through .*; end that `tune` first"),
+                connect(*where),
+            ):
+                pass
+            store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
+            version = put_in_force(store, spec.id, two, deployment="vllm")
+            theirs = {"version": version, "policy": "another's", "gammas": {"1": 1}}
+            file.write_text(json.dumps({"format": 1, **theirs, "texts": "none"}))
+            eventually(lambda: fake.policy == "another's")
+            put_published(store, server, "vllm", print)
+            assert (fake.version, fake.policy) == (version, two.id)
+            assert json.loads(file.read_text())["texts"] == "none"
+        with connect(*where) as server:
+            assert server.policy == two
 
 
 def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
@@ -153,6 +181,12 @@ def test_what_is_wrong_is_one_line(
         ((*url, *folder), "say which by --workload FILE, or take what it served by --recording"),
     ):
         assert line in door.refused("tune", *given)
+    lock = FolderLock(fake.folder, "follow", "followed into other.db")
+    lock.name_database("of another")
+    refused = door.refused("tune", *url, *folder, *words)
+    assert f"{fake.folder} is followed into other.db already (process " in refused
+    assert "; tune into that database (--db), not " in refused
+    lock.release()
     with served(tmp_path / "other", pair, None) as plain:
         where = ("--url", plain.url, "--folder", plain.folder, *words)
         assert "drafts nothing; start it with --speculative-config" in door.refused("tune", *where)

@@ -109,10 +109,20 @@ def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
     assert policy_file(fake)["version"] == 3
     server.put_in_force(THREE)
     path.write_text(document(4, {"1": 1}))  # published meanwhile
+    server.put_in_force(THREE)
+    assert policy_file(fake)["version"] == fake.version < 0, "or it would measure another's"
+    answers = server.execute(PROMPTS, THREE, Load(2), sampling=Sampling(), max_new_tokens=16)
+    next(answers)
+    path.write_text(document(4, {"1": 1}))
     with pytest.raises(EngineError, match="was changed by another meanwhile"):
-        execute(server, Load(2))
+        list(answers)
     server.close()
     assert policy_file(fake)["version"] == 4
+    path.write_text('{"format": 1, "version": null}')
+    server.put_in_force(THREE)
+    server.close()
+    assert policy_file(fake) == {"format": 1, "version": None}
+    path.write_text(document(4, {"1": 1}))
     server.put_in_force(TABLE)
     server.close()
     assert policy_file(fake)["version"] == 4, "not what was there before that"

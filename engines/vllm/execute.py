@@ -84,6 +84,7 @@ class RunningServer(Swapping):
         if version_of(self._before) < 0:  # of a tuning that was killed
             self._before = self._before.get("before") or {"version": 0, **self._texts}
         self._tuning: FolderLock | None = None
+        self._is_reserved = False
         self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
@@ -105,10 +106,10 @@ class RunningServer(Swapping):
         """Puts back what was in force, unless somebody else has put something there since. Policies
         can be put in force again afterwards."""
         with self._lock, ExitStack() as after:
-            if self._tuning is not None:
+            if self._tuning is not None and not self._is_reserved:
                 after.callback(self._tuning.release)
                 self._tuning = None
-            if read_policy(self.folder).get("version") != self._version or self._version >= 0:
+            if version_of(read_policy(self.folder)) != self._version or self._version >= 0:
                 return
             if self._before:
                 write_policy(self.folder, self._before)
@@ -116,15 +117,32 @@ class RunningServer(Swapping):
                 (self.folder / "policy.json").unlink(missing_ok=True)
             self._version = version_of(self._before)
 
+    @contextmanager
+    def reserved(self) -> Iterator[RunningServer]:
+        """While the block runs nobody else puts trials into the folder, also where none is tried
+        here; what was in force is put back when it ends. Raises TraceError where another does."""
+        with self._lock:
+            self._reserve()
+            self._is_reserved = True
+        try:
+            yield self
+        finally:
+            self._is_reserved = False
+            self.close()
+
+    def _reserve(self) -> None:
+        if self._tuning is None:
+            self._tuning = FolderLock(self.folder, "tune", f"tuned through {self.url}")
+
     def put_in_force(self, policy: Policy) -> None:
-        if self._policies.get(self._version) == policy.id:
-            return
         table = table_of(policy, self._described, self.draft)
         with self._lock:
-            if self._tuning is None:
-                self._tuning = FolderLock(self.folder, "tune", f"tuned through {self.url}")
             found = read_policy(self.folder)
-            if found.get("version", 0) >= 0:  # not of ours: it was published meanwhile
+            is_there = version_of(found) == self._version
+            if is_there and self._policies.get(self._version) == policy.id:
+                return
+            self._reserve()
+            if version_of(found) >= 0:  # not of ours: it was published meanwhile
                 self._before = found
             version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
             # First, so that whatever interrupts the writing is put back.
@@ -203,7 +221,7 @@ class RunningServer(Swapping):
         self.put_in_force(asked.policy)
         yield from self._answers(asked)
         with self._lock:
-            if read_policy(self.folder).get("version") != self._version:
+            if version_of(read_policy(self.folder)) != self._version:
                 raise EngineError(f"{self.folder}/policy.json was changed by another meanwhile")
 
     def _answers(self, asked: Execution) -> Generator[Answered, None, None]:

@@ -126,7 +126,11 @@ class Follower:
             self._run(stop)
 
     def _lock(self) -> FolderLock:
-        return FolderLock(self.folder, "follow", f"followed into {file_of(self.store.database)}")
+        database = self.store.database
+        lock = FolderLock(self.folder, "follow", f"followed into {file_of(database)}")
+        with suppress(DatabaseError):  # it is away: the lock holds without its id
+            lock.name_database(database.id)
+        return lock
 
     def _run(self, stop: threading.Event) -> None:
 

@@ -114,9 +114,12 @@ class PolicyWriter:
         """Of the server that was seen last."""
         self._heard_s, self._was_silent = 0.0, ""
         self._chosen_by: tuple[str, tuple[Newest, ...]] | None = None
-        """The boot and the publications that were chosen from last."""
+        """The boot and the publications that were chosen from last; None: nothing is known yet of
+        the boot that runs."""
         self._table: Mapping[str, Any] | None = None
         """What ``policy.json`` is to say, None where nothing is published that can run."""
+        self._versions: frozenset[int] = frozenset()
+        """Those published for pairs with the server's models."""
         self._is_new = False
         """Whether it was published since the look before."""
         self._answers: dict[int, tuple[AckStatus, str]] = {}
@@ -139,30 +142,58 @@ class PolicyWriter:
         if status is None:
             return
         self.policies[status.in_force.version] = status.in_force.policy or ""
-        if status.boot != self._boot:
-            row, self._draft = self.meet(status.boot, status.engine)
-            answers = self.store.acknowledgements(node=row.node)
-            self._answers = {a.version: (a.status, a.reason) for a in answers}
-            self._boot, self._node, self.pair_id = status.boot, row.node, row.pair_id
-            self._models, self._heard_s = Models(**row.models), 0.0
+        try:
+            newest = self._learn(status)
+        finally:  # also without the database, from what is known of this boot
+            self._keep()
+        self._answer(status, newest)
         self._hear(status)
+
+    def _learn(self, status: Status) -> tuple[Newest, ...]:
+        """What is published in the deployment, of which the newest that the server can run is
+        chosen."""
+        if status.boot != self._boot:
+            self._chosen_by = self._table = None
+            self._meet_running(status)
         newest = self.store.newest_publications(self.deployment)
         if (status.boot, newest) != self._chosen_by:
-            before, self._chosen_by = self._chosen_by, (status.boot, newest)
-            version, self._table = self._choose(status.engine, newest)
-            self._is_new = before is not None and before[0] == status.boot
-            self._is_new &= version != self.version
-            self.version = version
-        self._keep()
-        self._answer(status, newest)
+            version, table = self._choose(status.engine, newest)
+            self._is_new = self._chosen_by is not None and version != self.version
+            self.version, self._table = version, table
+            self._chosen_by = (status.boot, newest)
+        return newest
+
+    def _meet_running(self, status: Status) -> None:
+        try:
+            row, draft = self.meet(status.boot, status.engine)
+        except PairError:
+            if self.store.followed_server(status.boot) is None:
+                # It restarted with other models: what stands in policy.json was made for others.
+                self._chosen_by = (status.boot, ())
+            raise
+        answers = self.store.acknowledgements(node=row.node)
+        self._answers = {a.version: (a.status, a.reason) for a in answers}
+        self._node, self.pair_id, self._draft = row.node, row.pair_id, draft
+        self._models, self._heard_s = Models(**row.models), 0.0
+        self._boot = status.boot
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the server runs the newest publication for it. Raises DatabaseError."""
+        if self.status is None or self.status.in_force.version != self.version:
+            return False
+        # A version of another database may have the same number.
+        policy_id = self._policy_id(self.version) if self.version else ""
+        return (self.status.in_force.policy or "") == policy_id
 
     def meet(self, boot: str, engine: Engine) -> tuple[FollowedServer, str]:
         """The row of a boot of the server, stored where it is new, and the name of what drafts in
-        it. Raises PairError and DatabaseError."""
+        it, in the row's pair. Raises PairError and DatabaseError."""
         with self._meeting:
             spec, draft = served_pair(engine, self._named)
             if row := self.store.followed_server(boot):
-                return row, draft
+                pair = self.store.get_pair(row.pair_id)
+                return row, Models(**row.models).draft_in(pair.models) or draft
             self.store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
             host = socket.gethostname()
             row = self.store.follow_server(
@@ -208,9 +239,11 @@ class PolicyWriter:
         }
         if not drafts:
             self._explain(engine, newest)
+            self._versions = frozenset()
             return 0, None
         published = self.store.list_publications(None, engine.device_name, self.deployment)
         published = tuple(p for p in published if p.pair_id in drafts)
+        self._versions = frozenset(p.version for p in published)
         for publication in published:
             version = publication.version
             try:
@@ -228,9 +261,8 @@ class PolicyWriter:
     def _draft_in(self, newest: Newest) -> str | None:
         """The name of the server's draft in the pair of a publication; None where that is of other
         models."""
-        if newest.pair_id == self.pair_id:
-            return self._draft
-        return self._models.draft_in(newest.models)
+        draft = self._models.draft_in(newest.models)
+        return self._draft if draft is None and newest.pair_id == self.pair_id else draft
 
     def _explain(self, engine: Engine, newest: Sequence[Newest]) -> None:
         """Says once why nothing that is published is for this server."""
@@ -265,24 +297,23 @@ class PolicyWriter:
     def _keep(self) -> None:
         """Writes ``policy.json`` where it says something else than what should be in force."""
         found = read_policy(self.folder)
-        base = found
+        base, was_killed = found, False
         if version_of(found) < 0:
-            is_tuned = is_locked(self.folder, "tune")
-            if is_tuned and not (self._is_new and self._table):
+            was_killed = not is_locked(self.folder, "tune")
+            if not was_killed and not (self._is_new and self._table):
                 return
             base = found.get("before") or {}
-            if not is_tuned:
-                self._tell("a tuning was killed; its trial is taken back")
         self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
         version, owner = version_of(base), base.get("database") or {}
-        is_ours = owner.get("id") == self.owner["id"]
+        is_known = self._chosen_by is not None
+        is_ours = is_known and owner.get("id") == self.owner["id"]
         if self._table is not None:
             wanted = {**self._table, **texts}
         elif version > 0 and is_ours:
             wanted = {"version": 0, **texts}
         elif base is found and texts.items() <= found.items():
-            if version > 0 and owner:
+            if version > 0 and owner and is_known:
                 held = f"policy.json holds version {version} of {owner.get('name')}, which stays"
                 self._say_once(f"{held}: nothing is published here for this server")
             return
@@ -291,6 +322,13 @@ class PolicyWriter:
         if {"format": FORMAT, **wanted} == found:
             return
         write_policy(self.folder, wanted)
+        if was_killed:
+            self._tell("a tuning was killed; its trial is taken back")
+        if self._table is None and version > 0 and not wanted["version"]:
+            self._tell(
+                f"version {version} is taken out of policy.json: nothing in deployment "
+                f"{self.deployment} is for this server, which drafts as it was started"
+            )
         if self._table is not None:
             over = f", over version {version} of {owner.get('name')}" if owner else ""
             told = f"publication {wanted['version']} is in policy.json"
@@ -303,12 +341,20 @@ class PolicyWriter:
         # A version of another database, or a table written by hand, may have the same number.
         if now.version > 0 and not is_told and self._policy_id(now.version) == now.policy:
             self._acknowledge(now.version, "applied", "")
-        if refused is not None and refused.version:
+        if refused is not None and refused.version and self._is_ours(refused.version):
             self._acknowledge(refused.version, "refused", refused.reason)
         for version in {n.version for n in newest} if now.version >= 0 else ():
             if version != now.version and self._answers.get(version) == ("applied", ""):
                 runs = f"version {now.version}" if now.version else "its own number of draft tokens"
                 self._acknowledge(version, "withdrawn", f"the server runs {runs}")
+
+    def _is_ours(self, version: int) -> bool:
+        """Whether a version that the server names is this database's, and for the server."""
+        if version in self._versions:
+            return True
+        found = read_policy(self.folder)
+        owner = found.get("database") or {}
+        return version_of(found) == version and owner.get("id") == self.owner["id"]
 
     def _policy_id(self, version: int) -> str | None:
         """The policy of a publication, None where there is none yet."""

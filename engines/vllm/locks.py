@@ -9,14 +9,15 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import BinaryIO, Final, Literal
 
 from spectune.traces.errors import TraceError
+from spectune.traces.files import private
 from spectune.traces.text import one_line
 
 Use = Literal["follow", "tune"]
-PROBED_S: Final = 1.0
-"""Seconds that a tuning waits for its lock: :func:`is_locked` holds it for a moment."""
+PROBED_S: Final = 0.5
+"""Seconds that a lock is waited for: :func:`is_locked` holds it for a moment."""
 
 
 class FolderLock:
@@ -26,14 +27,13 @@ class FolderLock:
     def __init__(self, folder: Path, use: Use, how: str) -> None:
         path = _path(folder, use)
         try:
-            self._file = path.open("a+b")
+            self._file = open(path, "a+b", opener=private)  # noqa: SIM115  (:meth:`release`)
         except OSError as error:
             raise TraceError(f"{path}: cannot be written ({error.strerror})") from None
-        deadline = time.monotonic() + (PROBED_S if use == "tune" else 0)
+        deadline = time.monotonic() + PROBED_S
         while not _is_taken(self._file.fileno(), fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
-                self._file.seek(0)
-                holder = one_line(self._file.read().decode(errors="replace"), 300)
+                holder = _text(self._file)[0]
                 self._file.close()
                 raise TraceError(
                     f"{folder} is {holder or 'used by another process'}; end that `{use}` first"
@@ -43,6 +43,12 @@ class FolderLock:
         with suppress(OSError):  # a full disk: the lock holds without a name
             self._file.truncate(0)
             self._file.write(text.encode())
+            self._file.flush()
+
+    def name_database(self, name: str) -> None:
+        """Says with which database the folder is used, by its id (:func:`database_of`)."""
+        with suppress(OSError):
+            self._file.write(f"\n{name}".encode())
             self._file.flush()
 
     def release(self) -> None:
@@ -57,11 +63,30 @@ class FolderLock:
 
 def is_locked(folder: Path, use: Use) -> bool:
     """Whether a process uses the folder in this way now."""
+    return _holder(folder, use) is not None
+
+
+def database_of(folder: Path, use: Use) -> tuple[str, str]:
+    """How a process uses the folder now, and the id of the database that it does so with; both
+    empty where none does, or that is not known."""
+    return _holder(folder, use) or ("", "")
+
+
+def _holder(folder: Path, use: Use) -> tuple[str, str] | None:
+    """What who holds a lock wrote into it; None where nobody does. Raises TraceError."""
     try:
-        with _path(folder, use).open("rb") as file:
-            return not _is_taken(file.fileno(), fcntl.LOCK_SH)
+        file = _path(folder, use).open("rb")
     except OSError:  # nobody ever has
-        return False
+        return None
+    with file:
+        return None if _is_taken(file.fileno(), fcntl.LOCK_SH) else _text(file)
+
+
+def _text(file: BinaryIO) -> tuple[str, str]:
+    """What stands in a lock: how the folder is used, and the id of a database."""
+    file.seek(0)
+    how, _, database = file.read().decode(errors="replace").partition("\n")
+    return one_line(how, 300), database
 
 
 def _path(folder: Path, use: Use) -> Path:
@@ -69,9 +94,13 @@ def _path(folder: Path, use: Use) -> Path:
 
 
 def _is_taken(file: int, kind: int) -> bool:
-    """Takes a lock where it is free."""
+    """Takes a lock where it is free. Raises TraceError where there are no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise TraceError(
+            f"the folder's file system has no locks ({error.strerror}); keep it on another one"
+        ) from None
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -61,8 +60,7 @@ def tune_url(s: Tune, talk: Talk) -> Result:
         if s.recording is not None:
             recording = recording_on(store, s.recording, VLLM.name).id
         pair = pair_of(s, store, recording) if recording or names_pair(s) else None
-        server = connect(s.url or "", s.folder or "", pair)
-        with closing(server):
+        with connect(store, s.url or "", s.folder or "", pair) as server:
             talk.tell(
                 f"{server.url}: vLLM {server.version}, {server.spec.target}, draft "
                 f"{server.draft}, at most {server.wanted.most} tokens (loaded at 0 tokens, too)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from datetime import timedelta
 from typing import Any, Final
 
@@ -156,7 +155,7 @@ def _tune_url(
     limit = settings.requests.limit
     name = gather(store, spec.id, window, limit, key=key, engine=VLLM.name, tell=tell)
     info = store.get_recording(name)
-    with closing(connect(settings.url or "", settings.folder or "", spec)) as server:
+    with connect(store, settings.url or "", settings.folder or "", spec) as server:
         record_draft(store, server, info, load, progress=progress)
         return tune_server(
             store,
