@@ -399,7 +399,6 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     how = {**law, **texts, **searched, **there, "budget": "5m"}
     added = door.json("schedule add nightly", **{**workload, **how})
     read = from_document(Scheduled, added["settings"], "nightly")
-    assert read.fresh
     assert TuneOptions.of(read) == TuneOptions(
         options=DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
         budget_s=300.0,

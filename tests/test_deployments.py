@@ -216,12 +216,13 @@ def test_an_engine_follows_the_deployment_of_its_name(
         raise EngineError("not started here")
 
     monkeypatch.setattr("spectune.optimizer.commands.decoding.start", stops)
-    monkeypatch.setattr("spectune.optimizer.commands.decoding.sees_cuda", lambda: True)
+    monkeypatch.setattr("spectune.optimizer.commands.session.sees_cuda", lambda: True)
+    monkeypatch.setattr("spectune.optimizer.commands.session.hardware", lambda _: "NVIDIA L4")
     door = Door(str(tmp_path / "x.db"))
     for engine, named, where in (
-        ("vllm", (), "on cuda in deployment vllm;"),
+        ("vllm", (), "on cuda:NVIDIA L4 in deployment vllm;"),
         ("openvino", (), "on cpu in deployment openvino;"),
-        ("vllm", ("--deployment", "canary"), "on cuda in deployment canary;"),
+        ("vllm", ("--deployment", "canary"), "on cuda:NVIDIA L4 in deployment canary;"),
     ):
         told = door.call(command, "--engine", engine, "--pair", "demo", "--limit", 1, *named)
         assert where in told.stderr

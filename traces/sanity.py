@@ -35,7 +35,7 @@ class Sanity:
         if self.duplicates:
             lines.append(
                 f"{self.duplicates} of {self.requests} prompts are the same as an earlier one; "
-                "where their texts are the same, they count once"
+                "equal texts count once"
             )
         return lines
 

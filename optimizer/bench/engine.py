@@ -407,9 +407,6 @@ def engine_bench(
     replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
     opened = open_trace(store, info.id, replayed)
     trace, requests = opened.trace, list[RecordedRequest]()
-    for draft in sorted({p.draft for policy in replayed for p in policy.candidates}):
-        if apart := differing_rounds(store, opened, draft):
-            tell(f"warning: {apart}")
     fit, search, *rest = recorded_parts(store, info.id, opened.ordinals)
     parts = Parts([], sorted([*fit, *search]), *rest)  # nothing is fitted to these
     if arrivals.partition("@")[0] == "recorded":
@@ -417,7 +414,13 @@ def engine_bench(
         # They are stored in the order in which they ended.
         trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
     count = limit or len(trace.order)
-    loads = loads_of(arrivals, requests, count, limit, unit=unit, tell=tell)
+    of_file = list[str]()  # what is wrong with it is said before anything else
+    loads = loads_of(arrivals, requests, count, limit, unit=unit, tell=of_file.append)
+    for draft in sorted({p.draft for policy in replayed for p in policy.candidates}):
+        if apart := differing_rounds(store, opened, draft):
+            tell(f"warning: {apart}")
+    for line in of_file:
+        tell(line)
     drafts = store.get_pair(info.pair_id).document.get("drafts", {})
     unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
     about = info, engine, rules, costs, trace, parts, loads, objective
