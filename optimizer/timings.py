@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from spectune.traces.conversations import Index, summed
+from spectune.traces.conversations import Index, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray
 
 Expected = Mapping[str, FloatArray]
@@ -177,18 +177,6 @@ class Timings:
         """The fastest of some policies on the units of a race, by point estimate against the first
         of them."""
         return max(policies, key=lambda p: self.ratio(p, policies[0], projected=True)[0])
-
-
-def variance_of_mean(variance: float, weights: FloatArray) -> tuple[float, float]:
-    """(the variance of a mean of values of this ``variance``, its degrees of freedom) by Kish's
-    effective number of values, sum(w)^2 / sum(w^2): where a few weigh most (``weights``, float64
-    [values]), they are what it rests on, and their own deviations are understated."""
-    n = len(weights)
-    effective = float(weights.sum() ** 2 / (weights**2).sum())
-    if effective <= 1.0 + 1e-9:
-        return 0.0, 0.0
-    inflation = (1 - 1 / n) / (1 - 1 / effective)
-    return variance / n * inflation, max(1.0, effective - 1.0)
 
 
 def _summed(*variances: tuple[float, float]) -> tuple[float, float]:

@@ -15,8 +15,8 @@ import numpy as np
 from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.confirm import FLOOR
-from spectune.optimizer.timings import Estimate, variance_of_mean
-from spectune.traces.conversations import Index, summed
+from spectune.optimizer.timings import Estimate
+from spectune.traces.conversations import Index, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray
 
 LEVEL: Final = 0.95

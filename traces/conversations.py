@@ -70,6 +70,18 @@ def summed(values: npt.ArrayLike, groups: Index) -> npt.NDArray[Any]:
     return sums
 
 
+def variance_of_mean(variance: float, weights: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """(the variance of a mean of values of this ``variance``, its degrees of freedom) by Kish's
+    effective number of values, sum(w)^2 / sum(w^2): where a few weigh most (``weights``, float64
+    [values]), they are what it rests on, and their own deviations are understated."""
+    n = len(weights)
+    effective = float(weights.sum() ** 2 / (weights**2).sum())
+    if effective <= 1.0 + 1e-9:
+        return 0.0, 0.0
+    inflation = (1 - 1 / n) / (1 - 1 / effective)
+    return variance / n * inflation, max(1.0, effective - 1.0)
+
+
 def _copies(texts: Sequence[Tokens | None], turns: Collection[int]) -> Iterator[tuple[int, int]]:
     """(a request, the first one with the same prompt and text), ``turns`` of chats apart."""
     first: dict[tuple[bytes, bytes], int] = {}

@@ -10,7 +10,7 @@ from scipy.special import stdtrit
 from sqlalchemy import func, or_, select
 
 from spectune.db import NotFoundError
-from spectune.traces.conversations import conversations, summed
+from spectune.traces.conversations import conversations, summed, variance_of_mean
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import EVERYTHING, SUMS, TraceFilter, conditions_of, rates
@@ -47,9 +47,10 @@ def compare(
     took = emitted.min(0) * seconds / emitted  # [2, requests]
     ratio, interval = float(took[1].sum() / took[0].sum()), None
     took = summed(took.T, conversations(shared)).T
-    if (n := took.shape[1]) > 1:
+    if took.shape[1] > 1:
         one, other = took / took.mean(1, keepdims=True)
-        error = (one - other).std(ddof=1) / np.sqrt(n) * stdtrit(n - 1, 0.975)
+        variance, freedom = variance_of_mean(float((one - other).var(ddof=1)), (one + other) / 2)
+        error = np.sqrt(variance) * stdtrit(freedom, 0.975)
         interval = [float(ratio * np.exp(-error)), float(ratio * np.exp(error))]
     return {"requests": len(shared), "ratio": ratio, "interval": interval, "rows": rows}
 
