@@ -62,7 +62,7 @@ from spectune.optimizer.spaces import DraftLimits, Space
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import CLASSIFIER, Fitted
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
-from spectune.runtime.policies.document import Policy
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.heterospec import FRACTIONS
 from spectune.traces.tables import LatencyProfile
 from spectune.traces.workloads import Line, make_workload
@@ -198,10 +198,11 @@ def over_adaedl(
 ) -> Document:
     """HeteroSpec over AdaEDL on EAGLE-2's tree, its threshold tuned."""
     stops = [{"kind": "entropy", "threshold": t} for t in ADAEDL]
-    stopped = best(h, (eagle(draft, stop=stop) for stop in stops), profile)
-    place = ADAEDL.index(stopped.stop.threshold)
+    policies = [parse_policy(eagle(draft, stop=stop)) for stop in stops]
+    stopped = best(h, policies, profile)
+    place = policies.index(stopped)
     edge = ", the edge of its grid" if place in (0, len(ADAEDL) - 1) else ""
-    why = f"the best threshold is {stopped.stop.threshold:g}{edge}"
+    why = f"the best threshold is {ADAEDL[place]:g}{edge}"
     return speedup("adaedl", f"{draft}, {name}", h, new, stopped, profile, why)
 
 

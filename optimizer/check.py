@@ -24,7 +24,7 @@ from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.timings import finite
-from spectune.optimizer.worth import Worth, judge, speedup
+from spectune.optimizer.worth import Worth, independent, judge, speedup
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
@@ -217,7 +217,7 @@ def _replayed(
     """A row per draft and length of its window, what those are worth that are priced, and the
     seconds of a token without a draft."""
     trace = open_trace(store, recording, drafts=drafts).trace
-    off, of = run_replay(trace, AUTOREGRESSIVE, profile), trace.conversations
+    off, of = run_replay(trace, AUTOREGRESSIVE, profile), independent(trace.trajectories)
     priced_s: list[FloatArray] = []
     by_draft = {r["draft"]: r for r in acceptance(store, TraceFilter(recordings=(recording,)))}
     rows = []

@@ -161,7 +161,8 @@ class Timings:
     def _weights(self, one: FloatArray, other: FloatArray) -> FloatArray:
         """The share of each unit in what a speed-up is estimated from, float64 [units]."""
         if self.by_size:
-            return (one / one.mean() + other / other.mean()) / 2
+            shares: FloatArray = (one / one.mean() + other / other.mean()) / 2
+            return shares
         return np.ones(len(one))
 
     def _grouped(self, values: FloatArray, rows: NDArray[np.intp] | None = None) -> FloatArray:

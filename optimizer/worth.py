@@ -16,8 +16,9 @@ from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.confirm import FLOOR
 from spectune.optimizer.timings import Estimate
-from spectune.traces.conversations import Index, summed, variance_of_mean
+from spectune.traces.conversations import Index, conversations_of, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray
+from spectune.traces.tables import Trajectory
 
 LEVEL: Final = 0.95
 """Two-sided level of intervals. Where nothing gains, the lower end is above 1 in one of 20 cases at
@@ -83,6 +84,18 @@ def speedup(
     sums = summed(np.column_stack((without, cost)), conversations)
     (estimate,) = _estimates(sums[:, 0], sums[:, 1:])
     return estimate.interval(LEVEL)
+
+
+def independent(texts: Sequence[Trajectory]) -> Index:
+    """The number of each text's conversation, int64 [texts], where one that begins with a prompt
+    that an earlier one began with is no other: it tells nothing new."""
+    begun: dict[bytes, int] = {}
+    same: dict[int, int] = {}
+    numbers = conversations_of(texts).tolist()
+    for text, number in zip(texts, numbers, strict=True):
+        if number not in same:
+            same[number] = begun.setdefault(text.prompt_ids.tobytes(), number)
+    return np.array([same[number] for number in numbers], dtype=np.int64)
 
 
 def _estimates(none: FloatArray, costs: FloatArray) -> list[Estimate]:

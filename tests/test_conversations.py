@@ -72,11 +72,11 @@ def test_turns_are_dealt_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [1, 3])
 def test_recorded_chats_are_told_by_their_tokens(turns: int) -> None:
     """Not by a system prompt that all have. Of two that begin with the same turn each goes on with
-    its own, of two of one turn the second is a copy; a text that is not known links nothing."""
+    its own; a text that is not known links nothing."""
     texts = chats(6, turns)
     assert conversations_of(texts).tolist() == [*range(6)] * turns
     twice = [text for pair in zip(texts, chats(6, turns), strict=True) for text in pair]
-    assert conversations_of(twice).max() + 1 == (12 if turns > 1 else 6)  # a copy tells nothing
+    assert conversations_of(twice).max() + 1 == 12
     lost = [None if i < 6 else text.tokens for i, text in enumerate(texts)]
     assert conversations([t.request_id for t in texts], lost).max() + 1 == (12 if turns > 1 else 6)
 
@@ -145,13 +145,6 @@ def test_the_beginning_of_a_part_has_as_many_conversations_as_it_can() -> None:
     assert sorted(order) == list(range(50))
     for count in (5, 20, 40):
         assert sorted(Counter(of[i] for i in order[:count]).values()) == [count // 5] * 5
-
-
-def test_copies_of_a_text_are_one_sample() -> None:
-    """A prompt that is repeated has the same text at temperature 0, and another above."""
-    prompt, one, other = (np.array(ids, np.int32) for ids in ([1, 2], [3, 4], [3, 5]))
-    texts = [Tokens(prompt, one), Tokens(prompt, other), Tokens(prompt, one)]
-    assert conversations(["a", "b", "c"], texts).tolist() == [0, 1, 0]
 
 
 def test_one_long_conversation_is_too_little_to_tune_on(tiny_pair: Path, tmp_path: Path) -> None:

@@ -203,5 +203,5 @@ def test_what_a_call_does_not_take_is_refused(
         found = spectune.record(prompts=[chat, "x"], max_new_tokens=2, gamma_max=2, **how)
     assert [row["request"] for row in found.rows] == ["0", "1"]
     assert [str(w.message) for w in said if w.category is UserWarning] == [
-        "1 of 2 prompts are the same as an earlier one; equal texts count once",
+        "1 of 2 prompts are the same as an earlier one, and tell nothing new",
     ]

@@ -478,4 +478,4 @@ def test_what_makes_figures_say_less_is_counted_and_said_once() -> None:
     assert found.to_json() == {"requests": 9, "repetitive": 2, "duplicates": 1}
     repeated, same = found.lines()
     assert repeated.startswith("2 of 9 texts end in a cycle that repeats itself")
-    assert same == "1 of 9 prompts are the same as an earlier one; equal texts count once"
+    assert same == "1 of 9 prompts are the same as an earlier one, and tell nothing new"

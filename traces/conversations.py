@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -28,10 +28,9 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
     """The number of each request's conversation, int64 [requests]: from 0, by the first request of
     each.
 
-    Requests are of one conversation where their ids say so (:func:`turn_id`), where the prompt of
-    one begins with prompt and text of an earlier one, and, where they are no turns, where both are
-    the same: ``texts``, in the order of requests, None where one is not known. To begin alike, as
-    under one system prompt or by one greeting, is not enough.
+    Requests are of one conversation where their ids say so (:func:`turn_id`), and where the prompt
+    of one begins with prompt and text of an earlier one: ``texts``, in the order of requests, None
+    where one is not known. To begin alike, as under one system prompt, is not enough.
     """
     turns = [match and match[1] for match in map(_TURN.fullmatch, ids)]
     named = set(turns)
@@ -44,7 +43,6 @@ def conversations(ids: Sequence[str], texts: Sequence[Tokens | None] | None = No
         return i
 
     links = [*_continuations(texts or ())]
-    links += _copies(texts or (), {i for link in links for i in link})
     for i, (name, turn) in enumerate(zip(ids, turns, strict=True)):
         if turn or name in named:
             links.append((i, first.setdefault(turn or name, i)))
@@ -80,16 +78,6 @@ def variance_of_mean(variance: float, weights: npt.NDArray[np.float64]) -> tuple
         return 0.0, 0.0
     inflation = (1 - 1 / n) / (1 - 1 / effective)
     return variance / n * inflation, max(1.0, effective - 1.0)
-
-
-def _copies(texts: Sequence[Tokens | None], turns: Collection[int]) -> Iterator[tuple[int, int]]:
-    """(a request, the first one with the same prompt and text), ``turns`` of chats apart."""
-    first: dict[tuple[bytes, bytes], int] = {}
-    for i, text in enumerate(texts):
-        if text is not None and i not in turns:
-            begun = first.setdefault((_bytes(text.prompt), _bytes(text.output)), i)
-            if begun != i:
-                yield i, begun
 
 
 def _continuations(texts: Sequence[Tokens | None]) -> Iterator[tuple[int, int]]:

@@ -34,8 +34,8 @@ class Sanity:
             )
         if self.duplicates:
             lines.append(
-                f"{self.duplicates} of {self.requests} prompts are the same as an earlier one; "
-                "equal texts count once"
+                f"{self.duplicates} of {self.requests} prompts are the same as an earlier one, "
+                "and tell nothing new"
             )
         return lines
 

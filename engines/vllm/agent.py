@@ -83,7 +83,8 @@ class Agent:
         self.waiting: deque[Decoding] = deque()
         self.noted, self.dropped, self.fault, self.logged = 0, 0, "", set[str]()
         self.refused: dict[str, Any] | None = None
-        self.engine, self.since, self.policy_seen = dict[str, Any](), time.time(), None
+        self.engine, self.since = dict[str, Any](), time.time()
+        self.policy_seen: Any = ()  # of policy.json: as it was read last, None where there is none
         self.path, self.size, self.number = "", 0, 0
         self.retry_at, self.status_at, self.status = 0.0, 0.0, dict[str, Any]()
         self.stop = threading.Event()

@@ -19,12 +19,11 @@ from spectune.optimizer.confirm import FLOOR
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import interval
 from spectune.optimizer.timings import finite
-from spectune.optimizer.worth import GAIN, LEVEL
+from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
 from spectune.settings import Race, Sampling
 from spectune.traces.acceptance import hardly_accepted
-from spectune.traces.conversations import conversations_of
 from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
 from spectune.traces.store import TraceStore
@@ -126,7 +125,7 @@ def _advice(checked: Check) -> str:
     if best is None or worth is None:
         return f"Not shown to be worth it: too few rounds were measured; {hint}."
     ratio, *ends = worth.ratio
-    count = len({*conversations_of(texts).tolist()})
+    count = len({*independent(texts).tolist()})
     judged = _counted(worth.conversations, "prompt" if count == len(texts) else "conversation")
     judged += " that did not choose it" * (worth.conversations < count)
     parts = [
