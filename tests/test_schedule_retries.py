@@ -3,6 +3,7 @@ one finds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,10 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
     store: TraceStore, pair: LoadedPair, hourly: str
 ) -> None:
     execute = tuning_job(
-        store, load=lambda *_arguments, **_how: pair, page=lambda study: f"{study}.html"
+        store,
+        load=lambda *_arguments, **_how: pair,
+        page=lambda study: f"{study}.html",
+        clock=time.thread_time,
     )
 
     def dies(job: Job) -> Mapping[str, Any]:

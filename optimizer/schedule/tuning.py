@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -43,6 +44,7 @@ def tuning_job(
     progress: Progress = silent,
     page: Callable[[str], str | None] = lambda study: None,
     tell: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """Returns a job function for workers: it tunes what a schedule's settings say and publishes
     under the slot's idempotency key.
@@ -51,7 +53,7 @@ def tuning_job(
     an attempt after the publication only reports it. Loaded pairs stay in memory from job to job.
     The result holds the winner, the version published (None if the incumbent stays), why, and
     ``report``: what ``page`` returns of the study, the path of its page. ``tell`` is called with
-    what a user should know of the texts.
+    what a user should know of the texts; ``clock`` times what the native decoder executes.
     """
     pairs: dict[tuple[object, ...], LoadedPair] = {}
 
@@ -81,7 +83,7 @@ def tuning_job(
             tuned = _tune_engine(store, spec, settings, job, **about)
         else:
             with loaded().torch_threads():
-                tuned = _tune_pair(store, loaded(), settings, job, **about)
+                tuned = _tune_pair(store, loaded(), settings, job, clock=clock, **about)
         version = tuned.published.version if tuned.published else None
         return _result(tuned.to_json(), version, page)
 
@@ -95,6 +97,7 @@ def _tune_pair(
     job: Job,
     tell: Callable[[str], None],
     progress: Progress,
+    clock: Callable[[], float],
 ) -> Tuned:
     """Tunes on texts that are recorded now, or on a sample of what was recorded lately."""
     options = TuneOptions.of(
@@ -108,7 +111,7 @@ def _tune_pair(
         window = timedelta(seconds=settings.recorded)
         how: Any = {"key": job.idempotency_key, "tell": tell}
         recording = gather(store, pair.id, window, settings.requests.limit, **how)
-        return tune_recording(store, pair, recording, options, progress=progress)
+        return tune_recording(store, pair, recording, options, progress=progress, clock=clock)
     requests = settings.requests
     workload = read_files(settings.workload, requests)
     workload, lines = made_to_fit(
@@ -116,7 +119,7 @@ def _tune_pair(
     )
     for line in lines:
         tell(line)
-    return tune(store, pair, workload, options, progress=progress)
+    return tune(store, pair, workload, options, progress=progress, clock=clock)
 
 
 def _tune_engine(
