@@ -27,12 +27,12 @@ from scipy.stats import kendalltau
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.profiles import common_factor
-from spectune.optimizer.race import Comparison
 from spectune.optimizer.report.words import prediction_in_words
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Expected, Timings
-from spectune.optimizer.tune import TuneOptions, tune
+from spectune.optimizer.tuning.native import TuneOptions, tune
+from spectune.optimizer.tuning.race import Comparison
+from spectune.optimizer.tuning.timings import Expected, Timings
 from spectune.runtime.policies.document import Policy
 
 PASSES = 2

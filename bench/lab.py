@@ -36,13 +36,13 @@ from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.race import Comparison
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import DraftLimits
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.tuning.race import Comparison
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource

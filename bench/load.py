@@ -52,14 +52,14 @@ from lab import (
 
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping, Wanted, numbered
 from spectune.engines.start import start
-from spectune.optimizer.bench.engine import EngineBench, engine_bench, served_of
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.load_search import LoadStudy
 from spectune.optimizer.on_engine import Turns, execute, prompts_of
 from spectune.optimizer.record import PanoramaSpec
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.optimizer.tuning.engine import EngineBench, engine_bench, served_of
+from spectune.optimizer.tuning.load_search import LoadStudy
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Sampling

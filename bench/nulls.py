@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from lab import chain, demo, requests, run_parts, say
 
-from spectune.optimizer.confirm import (
+from spectune.optimizer.execute import DecodeOptions, Executor, encode
+from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
     Confirmation,
     Spread,
@@ -32,11 +33,10 @@ from spectune.optimizer.confirm import (
     planned,
     spread_of,
 )
-from spectune.optimizer.execute import DecodeOptions, Executor, encode
-from spectune.optimizer.parts import mixed, split
-from spectune.optimizer.race import PASSES, eliminate, fastest_of
-from spectune.optimizer.timings import Expected, Timings
-from spectune.optimizer.tune import TuneOptions
+from spectune.optimizer.tuning.native import TuneOptions
+from spectune.optimizer.tuning.parts import mixed, split
+from spectune.optimizer.tuning.race import PASSES, eliminate, fastest_of
+from spectune.optimizer.tuning.timings import Expected, Timings
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.schema import Sampling
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 
-from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.execute import DecodeOptions, encode
-from spectune.optimizer.parts import Parts
-from spectune.optimizer.race import race
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.timings import finite
-from spectune.optimizer.tune import TuneOptions, tune
+from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.native import TuneOptions, tune
+from spectune.optimizer.tuning.parts import Parts
+from spectune.optimizer.tuning.race import race
+from spectune.optimizer.tuning.timings import finite
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from spectune.optimizer.execute import DecodeOptions, encode
-from spectune.optimizer.parts import mixed
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.record import PanoramaSpec, put_policies, record, record_panoramas
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.timings import finite
+from spectune.optimizer.tuning.parts import mixed
+from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import Worth, independent, judge, speedup
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import prepare_for

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spectune import settings
-from spectune.optimizer.texts import ComparedTexts
+from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from spectune.optimizer.record import whole_texts
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.profiling import environment, measure_profile
 from spectune.runtime.progress import Progress, silent

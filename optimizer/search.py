@@ -20,7 +20,7 @@ import optuna
 from spectune.optimizer.simulate.replay import could_reach, run_replay, shortlist_could_reach
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, complexity
-from spectune.optimizer.timings import TIE
+from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PolicyError, TraceError

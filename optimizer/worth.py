@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from scipy.special import nctdtr, stdtrit
 
-from spectune.optimizer.confirm import FLOOR
-from spectune.optimizer.timings import Estimate
+from spectune.optimizer.tuning.confirm import FLOOR
+from spectune.optimizer.tuning.timings import Estimate
 from spectune.traces.conversations import Index, conversations_of, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.tables import Trajectory

@@ -33,12 +33,12 @@ from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.parts import split
 from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.serving import watch
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.tuning.parts import split
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource

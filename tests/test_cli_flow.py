@@ -26,7 +26,7 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.tune import TuneOptions
+from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document
 from spectune.settings import Requests, Scheduled
 from spectune.traces.errors import TraceError

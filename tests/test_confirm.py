@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from spectune.optimizer.confirm import (
+from spectune.optimizer.tuning.confirm import (
     LEAST,
     LEVEL,
     Confirmation,

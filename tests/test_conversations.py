@@ -19,12 +19,12 @@ from synthetic import flat_profile
 from trace_values import a_trajectory
 
 from spectune.engines.abilities import VLLM
-from spectune.optimizer.bench.engine import EngineBench
-from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.fit.by_prompt import RIDGES, fit_ridge
-from spectune.optimizer.parts import Parts, mixed, recorded_parts, split
 from spectune.optimizer.simulate.load import Objective
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.engine import EngineBench
+from spectune.optimizer.tuning.parts import Parts, mixed, recorded_parts, split
 from spectune.traces.conversations import conversations, conversations_of
 from spectune.traces.schema import Counts, Outcome, RequestOutcome, Sampling, Tokens
 from spectune.traces.store import Asked, TraceStore

@@ -140,7 +140,7 @@ def test_arrows() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("optimizer.tune", "from optimizer.commands.terminal import Meter"),
+        ("optimizer.tuning.native", "from optimizer.commands.terminal import Meter"),
         ("runtime.loop", "def f():\n    from traces.store import TraceStore"),
         ("runtime.loop", "import traces.workloads"),
         ("traces.schema", "from db.models import Pair"),

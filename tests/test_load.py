@@ -29,11 +29,11 @@ from sqlalchemy import select
 from spectune.api import simulate
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
-from spectune.optimizer.bench.engine import EngineBench, engine_bench
-from spectune.optimizer.load_search import LoadStudy
 from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.simulate.serving import Simulated
-from spectune.optimizer.timings import TIE
+from spectune.optimizer.tuning.engine import EngineBench, engine_bench
+from spectune.optimizer.tuning.load_search import LoadStudy
+from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -257,7 +257,7 @@ def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
             raise EngineError("it cannot load ngram")
         return Simulating(noise, drafting)
 
-    monkeypatch.setattr("spectune.optimizer.tune_load.start", start)
+    monkeypatch.setattr("spectune.optimizer.tuning.load.start", start)
     return started
 
 

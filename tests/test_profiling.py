@@ -25,7 +25,7 @@ from spectune.optimizer.profiles import (
     stored_profile,
 )
 from spectune.optimizer.record import texts_to_profile
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair

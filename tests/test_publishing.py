@@ -23,11 +23,11 @@ from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import texts_to_fit
-from spectune.optimizer.parts import deal, recorded_parts
 from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.report.tuning import page, report_on
 from spectune.optimizer.schedule.tuning import tuning_job
-from spectune.optimizer.tune import TuneOptions, tune, tune_recording
+from spectune.optimizer.tuning.native import TuneOptions, tune, tune_recording
+from spectune.optimizer.tuning.parts import deal, recorded_parts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

@@ -17,15 +17,15 @@ import pytest
 from recorded_texts import plain_texts
 from synthetic import policy
 
-from spectune.optimizer.bench import Prediction
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
-from spectune.optimizer.prove import ProveOptions, confirm_winner, run_race
-from spectune.optimizer.race import BLOCK, eliminate, fastest_of
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import TIE, Timings, finite
+from spectune.optimizer.tuning.bench import Prediction
+from spectune.optimizer.tuning.pipeline import ProveOptions, confirm_winner, run_race
+from spectune.optimizer.tuning.race import BLOCK, eliminate, fastest_of
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.timings import TIE, Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.recording.panoramas import record_panorama

@@ -20,12 +20,12 @@ from synthetic import flat_profile
 from trace_values import a_tree
 
 from spectune.optimizer import record as recorder
-from spectune.optimizer import tune
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.search import Study, Trial
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.tune import TuneOptions, Tuning
+from spectune.optimizer.tuning import native
+from spectune.optimizer.tuning.native import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.trees.grow import Codes
@@ -186,7 +186,7 @@ def test_tuning_records_trees_on_a_few_requests_first(
     door: Door, store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the others only where their best tree is not far behind the best policy."""
-    monkeypatch.setattr(tune, "FEW_REQUESTS", 1)
+    monkeypatch.setattr(native, "FEW_REQUESTS", 1)
     recording, lines = store.resolve_recording("latest"), list[str]()
     settings = TuneOptions(tree_width=2, tree_depth=2, gamma_max=4, tell=lines.append)
 

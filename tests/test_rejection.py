@@ -18,10 +18,13 @@ from recorded_texts import plain_texts
 from synthetic import flat_profile, policy
 from test_verifiers import logits_after
 
-from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.parts import Parts
-from spectune.optimizer.rejection import (
+from spectune.optimizer.report.words import rejection_in_words
+from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.native import TuneOptions, Tuning
+from spectune.optimizer.tuning.parts import Parts
+from spectune.optimizer.tuning.rejection import (
     DRAWS,
     NotTried,
     RejectionChain,
@@ -29,9 +32,6 @@ from spectune.optimizer.rejection import (
     rejection_benches,
     rejection_chain,
 )
-from spectune.optimizer.report.words import rejection_in_words
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tune import TuneOptions, Tuning
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import silent

@@ -23,7 +23,6 @@ from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.terminal import Terminal
 from spectune.optimizer.commands.tune import tuning_result
-from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.report.tuning import TuningReport, deploy_command, page
 from spectune.optimizer.report.words import (
     AT_A_RATE,
@@ -35,8 +34,9 @@ from spectune.optimizer.report.words import (
     reasons,
     savings,
 )
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Candidate, Tuned
+from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.tuned import Candidate, Tuned
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.sanity import Sanity

@@ -18,7 +18,7 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job
 from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.schedule.worker import Run
-from spectune.optimizer.traffic import gather
+from spectune.optimizer.tuning.sources import gather
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest

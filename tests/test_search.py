@@ -12,11 +12,7 @@ import optuna
 import pytest
 from synthetic import chain_panorama, flat_profile
 
-from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.parts import mixed, split
-from spectune.optimizer.prove import Raced, decide
-from spectune.optimizer.race import Comparison
 from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.search import (
     TIE,
@@ -28,9 +24,13 @@ from spectune.optimizer.search import (
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import GROUPS, DraftLimits, Space, complexity, kind_of
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import Timings
-from spectune.optimizer.verdict import Candidate
+from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.parts import mixed, split
+from spectune.optimizer.tuning.pipeline import Raced, decide
+from spectune.optimizer.tuning.race import Comparison
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.timings import Timings
+from spectune.optimizer.tuning.tuned import Candidate
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
 from spectune.traces.tables import Publication, Trajectory

@@ -21,7 +21,7 @@ from spectune.optimizer.fit.corpus import corpus_tokens
 from spectune.optimizer.fit.dynaspec import EVERY, LEVELS, cluster, examples
 from spectune.optimizer.fit.shared import texts_to_fit
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.tune import TuneOptions, tune
+from spectune.optimizer.tuning.native import TuneOptions, tune
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER

@@ -30,7 +30,7 @@ from spectune.api import simulate
 from spectune.db import NotFoundError
 from spectune.engines.protocol import Answered
 from spectune.optimizer.on_engine import outcome_on
-from spectune.optimizer.timings import Timings
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival
 from spectune.traces.errors import TraceError

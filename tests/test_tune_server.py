@@ -19,7 +19,7 @@ from waiting import eventually
 from spectune.engines.vllm.follow import Follower
 from spectune.engines.vllm.locks import FolderLock
 from spectune.optimizer.simulate.trace import simulate
-from spectune.optimizer.tune_server import connect, put_published
+from spectune.optimizer.tuning.server import connect, put_published
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import TraceError

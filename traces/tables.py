@@ -140,7 +140,7 @@ class Trajectory(Value):
 
     Of a stored one ``steps`` are its executed rounds, ``rounds`` to ``seconds`` their sums, and
     ``by_policy`` these by policy id and by position (:class:`traces.acceptance.Survival`).
-    ``part`` is what a tuning uses it for (:mod:`optimizer.parts`), None until one does, and
+    ``part`` is what a tuning uses it for (:mod:`optimizer.tuning.parts`), None until one does, and
     ``confirmations`` how often it was held out to confirm a policy.
     """
 

@@ -15,10 +15,10 @@ from spectune.optimizer.check import Check, check_pair, memory
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
-from spectune.optimizer.confirm import FLOOR
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import interval
-from spectune.optimizer.timings import finite
+from spectune.optimizer.tuning.confirm import FLOOR
+from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings

@@ -18,7 +18,7 @@ from spectune.optimizer.fit.heterospec import fit_heterospec
 from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.fit.sequoia import fit_sequoia
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.traffic import gather
+from spectune.optimizer.tuning.sources import gather
 from spectune.settings import Fit
 from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.store import TraceStore

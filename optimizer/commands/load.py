@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spectune.optimizer.bench.engine import EngineBench, constant, engine_bench
 from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result, Table
@@ -23,11 +22,10 @@ from spectune.optimizer.commands.session import (
 )
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.inputs import recording_of
-from spectune.optimizer.load_search import Trial
-from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.simulate.load import Objective, Served, objective_of
-from spectune.optimizer.tune_load import (
+from spectune.optimizer.tuning.engine import EngineBench, constant, engine_bench
+from spectune.optimizer.tuning.load import (
     LoadSearch,
     about_bench,
     place_of,
@@ -35,7 +33,9 @@ from spectune.optimizer.tune_load import (
     search_load,
     with_servers,
 )
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.load_search import Trial
+from spectune.optimizer.tuning.pipeline import ProveOptions
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.settings import Simulate, Tune
 from spectune.traces.errors import TraceError

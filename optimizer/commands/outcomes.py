@@ -16,7 +16,7 @@ from spectune.optimizer.report.words import (
 from spectune.traces.schema import Counts, Outcome
 
 if TYPE_CHECKING:
-    from spectune.optimizer.verdict import Tuned
+    from spectune.optimizer.tuning.tuned import Tuned
 
 TOKENS = ("emitted_tokens", "accepted_tokens", "drafted_tokens", "mean_accepted_length")
 

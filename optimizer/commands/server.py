@@ -28,17 +28,17 @@ from spectune.optimizer.commands.session import (
     recording_on,
     unseen,
 )
-from spectune.optimizer.confirm import check_workload_size
 from spectune.optimizer.deployment import check_server
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import check_options, prompts_of, record_on
 from spectune.optimizer.processes import dask_workers
-from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.simulate.load import loads_of, objective_of
-from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune_load import place_of
-from spectune.optimizer.tune_server import connect, record_draft, tune_server
+from spectune.optimizer.tuning.confirm import check_workload_size
+from spectune.optimizer.tuning.load import place_of
+from spectune.optimizer.tuning.pipeline import ProveOptions
+from spectune.optimizer.tuning.server import connect, record_draft, tune_server
+from spectune.optimizer.tuning.sources import gather
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError

@@ -20,13 +20,13 @@ from spectune.optimizer.commands.session import (
     open_store,
     pair_of,
 )
-from spectune.optimizer.confirm import check_workload_size
 from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.report.words import closing
-from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune import TuneOptions, tune_recording
-from spectune.optimizer.tune import tune as tune_workload
+from spectune.optimizer.tuning.confirm import check_workload_size
+from spectune.optimizer.tuning.native import TuneOptions, tune_recording
+from spectune.optimizer.tuning.native import tune as tune_workload
+from spectune.optimizer.tuning.sources import gather
 from spectune.runtime.pair import PairSpec
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError

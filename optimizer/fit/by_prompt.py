@@ -23,14 +23,14 @@ from sklearn.preprocessing import StandardScaler
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.shared import StoredFit, keep
 from spectune.optimizer.inputs import recording_of
-from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.search import search
 from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import Space
-from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.tuning.parts import Parts, recorded_parts
+from spectune.optimizer.tuning.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts

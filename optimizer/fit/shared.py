@@ -10,7 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from spectune.optimizer.inputs import recording_of
-from spectune.optimizer.parts import recorded_parts
+from spectune.optimizer.tuning.parts import recorded_parts
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore

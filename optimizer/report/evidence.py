@@ -10,7 +10,7 @@ from typing import Any
 from spectune.optimizer.report.words import EVIDENCE
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.traces.errors import SpectuneError
 from spectune.traces.store import TraceStore

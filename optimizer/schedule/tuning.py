@@ -8,24 +8,24 @@ from datetime import timedelta
 from typing import Any, Final
 
 from spectune.engines.abilities import VLLM
-from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
-from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
 from spectune.optimizer.simulate.load import objective_of
-from spectune.optimizer.traffic import gather
-from spectune.optimizer.tune import TuneOptions, tune, tune_recording
-from spectune.optimizer.tune_load import (
+from spectune.optimizer.tuning.engine import engine_bench
+from spectune.optimizer.tuning.load import (
     latest_traffic,
     place_of,
     prove_load,
     search_load,
     with_servers,
 )
-from spectune.optimizer.tune_server import connect, record_draft, tune_server
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.native import TuneOptions, tune, tune_recording
+from spectune.optimizer.tuning.pipeline import ProveOptions
+from spectune.optimizer.tuning.server import connect, record_draft, tune_server
+from spectune.optimizer.tuning.sources import gather
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.options import from_document
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec

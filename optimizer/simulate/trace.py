@@ -19,7 +19,7 @@ from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Nodes, Reader, Replay, ReplayTrace
-from spectune.optimizer.traffic import traffic_since
+from spectune.optimizer.tuning.sources import traffic_since
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
 from spectune.traces.errors import PairError, PolicyError, TraceError

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.optimizer.bench.native import NativeBench
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.timings import Timings, finite
+from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.timings import Timings, finite
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError

@@ -1,5 +1,5 @@
 """A bench predicts policies, and executes them, on a part of the requests: the native decoder
-(:mod:`optimizer.bench.native`), or an engine under a load.
+(:mod:`optimizer.tuning.decoder`), or an engine under a load.
 
 Search, race, confirmation and publication are written once over it. A bench measures in *units*: of
 the native decoder a unit is a request and costs its seconds; of an engine a unit is a run of its
@@ -17,13 +17,13 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.texts import ComparedTexts
+from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import Outcome
 
 PartName = Literal["search", "race", "confirm"]
-"""Of :class:`optimizer.parts.Parts`."""
+"""Of :class:`optimizer.tuning.parts.Parts`."""
 
 
 class Result(Protocol):

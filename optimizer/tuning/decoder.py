@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from spectune.optimizer.bench import PartName, Prediction
 from spectune.optimizer.execute import Executor, encode_recorded
-from spectune.optimizer.parts import Parts
 from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.bench import PartName, Prediction
+from spectune.optimizer.tuning.parts import Parts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy

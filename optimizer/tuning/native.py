@@ -15,18 +15,13 @@ from typing import Any
 
 from spectune import settings
 from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.bench.native import NativeBench
-from spectune.optimizer.confirm import Confirmation, check_sample_size
 from spectune.optimizer.deployment import Place, other_sampling, sampling_of
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.inputs import in_force, published_policy
-from spectune.optimizer.parts import Parts, mixed, recorded_parts, split
 from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
-from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
-from spectune.optimizer.rejection import BUDGET_SHARE, NotTried, RejectionChain, rejection_chain
 from spectune.optimizer.report.evidence import put_evidence, rounds_of_one
 from spectune.optimizer.report.words import sampling_in_words
 from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
@@ -41,8 +36,24 @@ from spectune.optimizer.spaces import (
     plain_trees,
     transformers_heuristic,
 )
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.confirm import Confirmation, check_sample_size
+from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.parts import Parts, mixed, recorded_parts, split
+from spectune.optimizer.tuning.pipeline import (
+    ProveOptions,
+    Raced,
+    conclude,
+    confirm_winner,
+    run_race,
+)
+from spectune.optimizer.tuning.rejection import (
+    BUDGET_SHARE,
+    NotTried,
+    RejectionChain,
+    rejection_chain,
+)
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.artifacts import Artifacts

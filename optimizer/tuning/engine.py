@@ -14,10 +14,8 @@ import numpy as np
 from spectune.engines.abilities import Engine, engine_named
 from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer.bench import PartName, Prediction
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.on_engine import execute
-from spectune.optimizer.parts import Parts, recorded_parts
 from spectune.optimizer.report.words import AT_A_RATE, GAINS
 from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
@@ -26,7 +24,9 @@ from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engin
 from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.texts import ComparedTexts
+from spectune.optimizer.tuning.bench import PartName, Prediction
+from spectune.optimizer.tuning.parts import Parts, recorded_parts
+from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.traces.conversations import Index
 from spectune.traces.cost_table import FloatArray

@@ -55,7 +55,7 @@ class Estimate:
 class Timings:
     """Measured costs by policy id, float64 [units, passes], NaN where not executed; ``expected``
     are those predicted, of the policies of which they are. ``by_size``, ``groups``: as a
-    :class:`optimizer.bench.Bench` has them (None: each unit is a group of its own)."""
+    :class:`optimizer.tuning.bench.Bench` has them (None: each unit is a group of its own)."""
 
     seconds: Mapping[str, FloatArray]
     expected: Expected | None = None

@@ -1,6 +1,6 @@
 """Tuning under a load: search in simulation, race, confirm on texts held out, publish. All but the
-search is as the native decoder's tuning does it (:mod:`optimizer.prove`), on an
-:class:`optimizer.bench.engine.EngineBench`."""
+search is as the native decoder's tuning does it (:mod:`optimizer.tuning.pipeline`), on an
+:class:`optimizer.tuning.engine.EngineBench`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 
 from spectune.engines.protocol import Running, Wanted
 from spectune.engines.start import start
-from spectune.optimizer.bench.engine import EngineBench, LoadOutcome
-from spectune.optimizer.confirm import check_sample_size
 from spectune.optimizer.deployment import Place, tuned_for
 from spectune.optimizer.inputs import in_force
-from spectune.optimizer.load_search import LoadStudy, Trial
-from spectune.optimizer.prove import ProveOptions, Raced, conclude, confirm_winner, run_race
 from spectune.optimizer.report.evidence import put_evidence
 from spectune.optimizer.report.words import sampling_in_words
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.confirm import check_sample_size
+from spectune.optimizer.tuning.engine import EngineBench, LoadOutcome
+from spectune.optimizer.tuning.load_search import LoadStudy, Trial
+from spectune.optimizer.tuning.pipeline import (
+    ProveOptions,
+    Raced,
+    conclude,
+    confirm_winner,
+    run_race,
+)
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy

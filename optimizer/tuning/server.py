@@ -19,16 +19,16 @@ from spectune.engines.vllm.folder import read_policy
 from spectune.engines.vllm.follow_policy import PolicyWriter, file_of
 from spectune.engines.vllm.locks import database_of
 from spectune.engines.vllm.retrace import Retracer
-from spectune.optimizer.bench.engine import engine_bench
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
-from spectune.optimizer.prove import ProveOptions
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.optimizer.tune_load import LoadSearch, prove_load, search_load
-from spectune.optimizer.verdict import Tuned
+from spectune.optimizer.tuning.engine import engine_bench
+from spectune.optimizer.tuning.load import LoadSearch, prove_load, search_load
+from spectune.optimizer.tuning.pipeline import ProveOptions
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from spectune.optimizer.bench import Bench, Prediction
 from spectune.optimizer.spaces import complexity
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import NOISE, TIE, Expected, Timings
+from spectune.optimizer.tuning.bench import Bench, Prediction
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.timings import NOISE, TIE, Expected, Timings
 from spectune.runtime.policies.document import Policy
 from spectune.traces.conversations import Index
 from spectune.traces.schema import Outcome

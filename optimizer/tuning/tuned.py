@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from spectune.optimizer.confirm import Confirmation
 from spectune.optimizer.report.words import AS_FAST
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.timings import finite
+from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.timings import finite
 from spectune.runtime.policies.document import Policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.tables import Publication
 
 if TYPE_CHECKING:
-    from spectune.optimizer.rejection import NotTried, RejectionChain
+    from spectune.optimizer.tuning.rejection import NotTried, RejectionChain
 
 
 def described(policy: Policy) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Candidate:
     ``units``: how many units of the bench it was executed on in the race.
     ``predicted`` is by the profile as it was measured, and None where the recording lacks what it
     is replayed from. The best of many is flattered by these:
-    :class:`optimizer.confirm.Confirmation` is what counts."""
+    :class:`optimizer.tuning.confirm.Confirmation` is what counts."""
 
     role: str
     policy: Policy

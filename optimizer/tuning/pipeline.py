@@ -12,8 +12,11 @@ import numpy as np
 from sqlalchemy.orm import Session
 
 from spectune.db.errors import StaleVersionError
-from spectune.optimizer.bench import Bench, Prediction
-from spectune.optimizer.confirm import (
+from spectune.optimizer.deployment import Place, refusal
+from spectune.optimizer.profiles import common_factor
+from spectune.optimizer.report.words import confirmed_in_words, counted
+from spectune.optimizer.tuning.bench import Bench, Prediction
+from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
     Confirmation,
     Spread,
@@ -23,12 +26,9 @@ from spectune.optimizer.confirm import (
     power_in_words,
     spread_of,
 )
-from spectune.optimizer.deployment import Place, refusal
-from spectune.optimizer.profiles import common_factor
-from spectune.optimizer.race import PASSES, Comparison, fastest_of, race
-from spectune.optimizer.report.words import confirmed_in_words, counted
-from spectune.optimizer.texts import ComparedTexts
-from spectune.optimizer.verdict import Candidate, Tuned
+from spectune.optimizer.tuning.race import PASSES, Comparison, fastest_of, race
+from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.tuned import Candidate, Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError

@@ -4,10 +4,10 @@ nor race has used.
 A race's interval of the best of many, on the requests that chose it, promises more than there is
 (the winner's curse). What a tuning publishes and reports is this module's one estimate: the ratio
 of both policies' total costs, of which requests that were held out are a sample
-(:meth:`optimizer.timings.Timings.estimate`), none of them left out. The number of executions is
-settled before the first, so nobody looks and stops where it pleases; after them, units whose ratio
-stands out, to either side, are executed twice more, so that a stall of the machine is outvoted and
-what a policy does to a request stays.
+(:meth:`optimizer.tuning.timings.Timings.estimate`), none of them left out. The number of executions
+is settled before the first, so nobody looks and stops where it pleases; after them, units whose
+ratio stands out, to either side, are executed twice more, so that a stall of the machine is
+outvoted and what a policy does to a request stays.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Final
 import numpy as np
 from scipy.special import nctdtr, stdtrit
 
-from spectune.optimizer.parts import SPLIT, Parts, split
-from spectune.optimizer.timings import NOISE, Expected, Timings, finite
+from spectune.optimizer.tuning.parts import SPLIT, Parts, split
+from spectune.optimizer.tuning.timings import NOISE, Expected, Timings, finite
 from spectune.traces.conversations import Index, conversations
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Workload
@@ -152,7 +152,8 @@ def confirm(
 ) -> Confirmation:
     """Executes both so many times, on each of the units held out (by number) before any twice; who
     goes first alternates. The winner begins, so that what a first execution costs speaks against
-    it. ``execute`` returns a cost; ``groups``: as :attr:`optimizer.timings.Timings.groups`."""
+    it. ``execute`` returns a cost; ``groups``: as
+    :attr:`optimizer.tuning.timings.Timings.groups`."""
     passes = max(1, math.ceil(executions / max(1, units)))
     costs = {p: np.full((units, passes + 3), np.nan) for p in (winner, incumbent)}
     timings = Timings(costs, expected, by_size, groups)
