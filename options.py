@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from keyword import iskeyword
@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from spectune.settings import FILE, TYPED, File, Group, Kind, Settings
+from spectune.settings import FILE, TYPED, WHERE, File, Group, Kind, Settings
 from spectune.traces.errors import ConfigError
 from spectune.traces.files import read_text
 from spectune.traces.text import shortened
 
-PATHS = ("pair", "target", "workload", "db")
+PATHS = ("pair", "target", "drafts", "workload", "db", "load.arrivals")
 """Keys whose values are relative to the file that they stand in, if they are no URL."""
 S = TypeVar("S", bound=Settings)
 
@@ -37,6 +37,7 @@ class Option:
     hidden: bool
     argument: bool
     positional: bool
+    acts: tuple[str, ...] = ()
 
     @property
     def keyword(self) -> str:
@@ -90,7 +91,8 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
             shown: Any = extra["options"] if isinstance(extra, dict) else ()
             for inner_name, inner_field in inner.model_fields.items():
                 default = getattr(field.default, inner_name)
-                one = _option(f"{key}.", inner_name, inner_field, default, inner_name not in shown)
+                hidden = inner_name not in shown
+                one = _option(f"{key}.", inner_name, inner_field, default, hidden, inner.acts)
                 grouped[one.key] = one
         elif isinstance(extra, dict):
             default = None if field.is_required() else field.default
@@ -98,7 +100,9 @@ def options_of(model: type[BaseModel]) -> dict[str, Option]:
     return options | grouped
 
 
-def _option(prefix: str, name: str, field: FieldInfo, default: Any, hidden: bool) -> Option:
+def _option(
+    prefix: str, name: str, field: FieldInfo, default: Any, hidden: bool, acts: str = ""
+) -> Option:
     extra: Any = field.json_schema_extra
     key = name.rstrip("_")
     return Option(
@@ -110,6 +114,7 @@ def _option(prefix: str, name: str, field: FieldInfo, default: Any, hidden: bool
         hidden,
         extra["argument"],
         extra["positional"],
+        tuple(extra["acts"] or acts.split()),
     )
 
 
@@ -153,6 +158,10 @@ def read_config(file: str | None) -> Config | None:
     for key in PATHS:
         if isinstance(value := values.get(key), list):
             values[key] = [_from(path.parent, str(name)) for name in value]
+        elif isinstance(value, dict):
+            values[key] = {name: _from(path.parent, str(one)) for name, one in value.items()}
+        elif key == "load.arrivals" and ".csv" not in str(value):
+            continue  # no file
         elif value is not None:
             values[key] = _from(path.parent, str(value))
     return Config(path, values)
@@ -248,6 +257,21 @@ def without_effect(settings: Settings, *prefixes: str) -> str:
     """The options typed whose keys begin so, to be named in a note; empty where there is none."""
     typed = (o for key, o in options_of(type(settings)).items() if settings.typed(key))
     return ", ".join(sorted(o.spelled for o in typed if o.key.startswith(prefixes)))
+
+
+def idle_options(settings: Settings, here: Collection[str]) -> str:
+    """The options typed that do not act ``here`` (some of :data:`spectune.settings.WHERE`), with
+    where they do; empty where all act."""
+    idle: dict[tuple[str, ...], list[str]] = {}
+    for key, option in options_of(type(settings)).items():
+        if settings.typed(key) and option.acts and not set(option.acts) & set(here):
+            idle.setdefault(option.acts, []).append(option.spelled)
+    shown = []
+    for acts, options in idle.items():
+        *first, last = (WHERE[place] for place in acts)
+        where = f"{', '.join(first)} or {last}" if first else last
+        shown.append(f"{', '.join(sorted(options))} (acts {where})")
+    return "; ".join(shown)
 
 
 def _first(error: ValidationError) -> tuple[str, Any]:

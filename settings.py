@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PrivateAttr,
     model_validator,
 )
@@ -72,6 +73,22 @@ def _moment(value: Any) -> datetime:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
     except (TypeError, ValueError, OverflowError):
         raise ValueError("a time is expected, such as 24h, 7d or 2026-11-25T09:00") from None
+
+
+def _since(value: Any) -> timedelta | datetime:
+    """An age, which counts from when it is used, or a moment (:func:`_moment`)."""
+    if isinstance(value, timedelta):
+        return value
+    try:
+        return timedelta(seconds=_duration(value))
+    except (ValueError, OverflowError):
+        return _moment(value)
+
+
+def _since_text(value: timedelta | datetime) -> str:
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g}s"
+    return value.isoformat()
 
 
 def _text(value: Any) -> Any:
@@ -144,6 +161,9 @@ Duration = Annotated[float, BeforeValidator(_duration), Kind("TIME")]
 Size = Annotated[int, BeforeValidator(_size), Kind("SIZE")]
 NotedTexts = Annotated[str | float, BeforeValidator(_noted_texts), Kind("all|none|SHARE")]
 Moment = Annotated[datetime, BeforeValidator(_moment), Kind("AGE|TIME")]
+Since = Annotated[
+    timedelta | datetime, BeforeValidator(_since), PlainSerializer(_since_text), Kind("AGE|TIME")
+]
 AnyPath = Annotated[str, BeforeValidator(_text), Kind("FILE")]
 PolicyName = Annotated[str, BeforeValidator(_text), Kind("POLICY")]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), Kind("TEXT", many=True)]
@@ -161,6 +181,18 @@ Device = Literal["auto", "cpu", "cuda"]
 DeviceName = Annotated[str, BeforeValidator(_device_name), Kind("DEVICE")]
 
 
+WHERE = {
+    "native": "on the native decoder",
+    "engine": "with --engine",
+    "server": "with --url",
+    "texts": "where texts are decoded",
+    "since": "with --since",
+    "executed": "with --serve",
+}
+"""Where a setting of a tuning may act, in words: on a bench, or where requests are decoded, a
+sample is taken, policies are executed."""
+
+
 def setting(
     default: Any,
     help: str,
@@ -170,13 +202,16 @@ def setting(
     hidden: bool = False,
     argument: bool = False,
     positional: bool = False,
+    acts: str = "",
     **bounds: Any,
 ) -> Any:
     """A field: its default, its help, its option where that has another name, and the environment
     variable that may say it. A ``hidden`` one has no option and is said by ``--set KEY=VALUE``; an
     ``argument`` is a word without an option's name, and in Python ``positional``, as others may be.
-    A trailing underscore of a field's name is no part of its key."""
+    A trailing underscore of a field's name is no part of its key. ``acts``: where it acts in a
+    tuning, some of :data:`WHERE`; everywhere if empty."""
     extra: dict[str, Any] = {"option": option, "env": env, "hidden": hidden, "argument": argument}
+    extra["acts"] = acts.split()
     extra["positional"] = argument or positional
     return Field(default, description=help, json_schema_extra=extra, **bounds)
 
@@ -196,8 +231,10 @@ def group(default: Group, *options: str) -> Any:
 
 
 class Group(BaseModel):
-    """Fields that stand in a table of ``spectune.toml``."""
+    """Fields that stand in a table of ``spectune.toml``. ``acts``: where those act that say nothing
+    themselves (:func:`setting`)."""
 
+    acts: ClassVar[str] = ""
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True,
         alias_generator=lambda name: name.rstrip("_"), validate_by_name=True,
@@ -207,7 +244,13 @@ class Group(BaseModel):
 class Requests(Group):
     """Which requests of a workload, and how they are read."""
 
-    limit: Count | None = setting(None, "N requests, drawn from every file and category alike.")
+    acts: ClassVar[str] = "texts"
+
+    limit: Count | None = setting(
+        None,
+        "N requests, drawn from every file and category alike.",
+        acts="texts since engine server",
+    )
     category: Texts = setting((), "Only requests of this category; repeatable.")
     seed: Seed = setting(0, "Another seed draws other requests.", option="limit-seed")
     column: str | None = setting(None, "The column, or key, that holds the prompts.")
@@ -219,12 +262,15 @@ class Requests(Group):
         "Rows that cannot be read: leave out a few (at most a quarter), refuse, leave out all.",
     )
     overlong: Literal["error", "skip", "truncate"] = setting(
-        "error", "Prompts beyond the context: refuse, leave out, or cut their beginning."
+        "error",
+        "Prompts beyond the context: refuse, leave out, or cut their beginning.",
     )
 
 
 class Sampling(Group):
     """How texts are decoded."""
+
+    acts: ClassVar[str] = "texts"
 
     max_new_tokens: Count = setting(128, "Most tokens of a text.")
     temperature: float = setting(0.0, "0: greedy.", ge=0, le=10)
@@ -241,17 +287,29 @@ class Sampling(Group):
 class Search(Group):
     """What `tune` tries by replay."""
 
-    gamma_max: int = setting(16, "Longest drafts recorded and searched.", ge=2, le=64)
-    trials: int = setting(400, "Optuna trials, dealt among the drafts.", ge=0, le=1_000_000)
+    gamma_max: int = setting(
+        16, "Longest drafts recorded and searched.", ge=2, le=64, acts="native"
+    )
+    trials: int = setting(
+        400, "Optuna trials, dealt among the drafts.", ge=0, le=1_000_000, acts="native"
+    )
     seed: Seed = setting(0, "Seed of the search.", option="search-seed")
-    by_prompt: bool = setting(False, "Try a policy for each prompt, too; reads all prompts.")
+    by_prompt: bool = setting(
+        False, "Try a policy for each prompt, too; reads all prompts.", acts="native"
+    )
 
 
 class Trees(Group):
     """Draft trees that are recorded and searched."""
 
+    acts: ClassVar[str] = "native"
+
     width: int = setting(
-        8, "Children of a node (EAGLE-2's k); 0: chains only.", option="tree-width", ge=0, le=32
+        8,
+        "Children of a node (EAGLE-2's k); 0: chains only.",
+        option="tree-width",
+        ge=0,
+        le=32,
     )
     depth: int = setting(8, "Levels of the deepest trees.", option="tree-depth", ge=1, le=64)
 
@@ -269,15 +327,22 @@ class Trees(Group):
 class Race(Group):
     """Executions that decide between the best by replay."""
 
-    budget: Duration = setting(80.0, "Time for executing policies: race and confirmation.")
-    finalists: int = setting(4, "Policies executed beside the baselines.", ge=1, le=16)
+    budget: Duration = setting(
+        80.0, "Time for executing policies: race and confirmation.", acts="executed"
+    )
+    finalists: int = setting(
+        4, "Policies executed beside the baselines.", ge=1, le=16, acts="native"
+    )
 
 
 class Load(Group):
     """How requests come to an engine that serves many at once."""
 
+    acts: ClassVar[str] = "engine server"
+
     arrivals: str | None = setting(
-        None, "recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several with commas."
+        None,
+        "recorded, FILE.csv, FILE.csv@RATE, poisson:RATE or clients:N; several with commas.",
     )
     unit: Literal["s", "ms"] | None = setting(
         None,
@@ -285,7 +350,8 @@ class Load(Group):
         option="arrivals-unit",
     )
     objective: Literal["throughput", "tpot", "goodput"] = setting(
-        "throughput", "What is best: tokens/s, time per token, or requests/s within ttft and tpot."
+        "throughput",
+        "What is best: tokens/s, time per token, or requests/s within ttft and tpot.",
     )
     ttft: Duration | None = setting(None, "Goodput: the most to the first token, e.g. 500ms.")
     tpot: Duration | None = setting(None, "Goodput: the most per later token, e.g. 40ms.")
@@ -344,10 +410,10 @@ class OnDevice(Settings):
 
     device: Device = setting("auto", "Device of the models.")
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Type of the weights.", hidden=True
+        "auto", "Type of the weights.", hidden=True, acts="native server"
     )
     threads: Count | None = setting(
-        None, "CPU threads; by default 1 for a small pair.", hidden=True
+        None, "CPU threads; by default 1 for a small pair.", hidden=True, acts="native executed"
     )
 
 
@@ -355,7 +421,9 @@ class Decoding(OnDevice, OnPair):
     """Names a workload, and how it is decoded. ``prompts`` are Python's: texts, objects as the
     lines of a workload are, or a Workload."""
 
-    workload: Texts = setting((), "'demo' (default), or files (JSONL, JSON, CSV, Parquet).")
+    workload: Texts = setting(
+        (), "'demo' (default), or files (JSONL, JSON, CSV, Parquet).", acts="texts"
+    )
     prompts: Any = Field(None, exclude=True)
     requests: Requests = group(Requests(), "limit")
     sampling: Sampling = group(Sampling(), "max_new_tokens", "temperature")
@@ -745,29 +813,33 @@ class Tune(InPlace, Decoding):
 
     example = "tune --pair pair.json --workload chats.jsonl --temperature 0.7 --budget 10m"
 
-    device: Device = setting("auto", "Device of the models.", hidden=True)
+    device: Device = setting("auto", "Device of the models.", hidden=True, acts="native server")
     deployment: Deployment = setting(
         "default", "Name under which a policy is in force.", env="SPECTUNE_DEPLOYMENT", hidden=True
     )
     recording: str | None = setting(None, "Tune on this recording; latest: the newest.")
-    since: Moment | None = setting(
-        None, "Tune on a sample of what was decoded since (24h).", hidden=True
-    )
+    since: Since | None = setting(None, "Tune on a sample of what was decoded since, e.g. 24h.")
     engine: Literal["vllm", "openvino"] | None = setting(None, "With --arrivals: its recording.")
     load: Load = group(Load(), "arrivals")
-    serve: bool = setting(False, "With --arrivals: start servers, execute there, and publish.")
+    serve: bool = setting(
+        False, "With --arrivals: start servers, execute there, and publish.", acts="engine"
+    )
     url: str | None = setting(None, "A vLLM server that runs: tune it, with --folder.")
     folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
     search: Search = group(Search())
     trees: Trees = group(Trees())
     race: Race = group(Race(), "budget")
-    quick: bool = setting(False, "About two minutes: chains only, fewer requests and trials.")
-    publish: bool = setting(True, "Publish the winner.")
-    fresh: bool = setting(False, "Record and profile anew, whatever is stored.", hidden=True)
-    report: AnyPath | None = setting(
-        None, "The page; none: no page; default: beside the database.", hidden=True
+    quick: bool = setting(
+        False, "About two minutes: chains only, fewer requests and trials.", acts="native"
     )
-    workers: str | None = setting(None, WORKERS, hidden=True)
+    publish: bool = setting(True, "Publish the winner.", acts="executed")
+    fresh: bool = setting(
+        False, "Record and profile anew, whatever is stored.", hidden=True, acts="native server"
+    )
+    report: AnyPath | None = setting(
+        None, "The page; none: no page; default: beside the database.", hidden=True, acts="executed"
+    )
+    workers: str | None = setting(None, WORKERS, hidden=True, acts="native server")
 
 
 class Generate(InPlace, OnDevice, OnPair):
@@ -811,7 +883,7 @@ class Fit(InPlace, OnDevice, OnPair):
         argument(..., "What is fitted.")
     )
     recording: str = setting("latest", "Id of a recording, or the beginning of one.")
-    since: Moment | None = setting(None, "A sample of what its pair decoded since (24h) instead.")
+    since: Since | None = setting(None, "A sample of what its pair decoded since (24h) instead.")
     draft: str | None = setting(None, "Draft that is fitted to, by name.")
     policy: PolicyNames = setting((), "Chooser: one of the policies to choose from; repeatable.")
     profile: str | None = setting(None, "Chooser: profile whose costs count; default: the latest.")
@@ -821,23 +893,11 @@ class Fit(InPlace, OnDevice, OnPair):
     fit: Fitting = group(Fitting())
 
 
-class Scheduled(InPlace, Decoding):
-    """What the runs of a schedule are told; stored as a document, with the pair's own."""
+class ScheduleAdd(Tune):
+    """Add a schedule: a `tune` that workers (`schedule run`) do when it is due, with the settings
+    of `tune`."""
 
-    recorded: Duration | None = setting(None, "Tune on what was recorded in the last, e.g., 24h.")
-    engine: Literal["vllm", "openvino"] | None = setting(None, "Tune its recordings for a load.")
-    url: str | None = setting(None, "Tune the vLLM server there, on what was followed of it.")
-    folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
-    load: Load = group(Load(), "arrivals")
-    search: Search = group(Search())
-    trees: Trees = group(Trees())
-    race: Race = group(Race(), "budget")
-
-
-class ScheduleAdd(Scheduled):
-    """Add a schedule; workers (`schedule run`) tune when it is due."""
-
-    example = 'schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --recorded 24h'
+    example = 'schedule add nightly --cron "0 3 * * *" --tz Europe/Berlin --since 24h'
 
     name: str = argument(..., "Its name.")
     cron: str = setting(..., 'Five fields, e.g. "0 3 * * *", or @hourly, @daily, @weekly.')

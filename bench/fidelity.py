@@ -30,7 +30,7 @@ from spectune.optimizer.profiles import common_factor
 from spectune.optimizer.report.words import prediction_in_words
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.native import TuneOptions, tune
+from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.race import Comparison
 from spectune.optimizer.tuning.timings import Expected, Timings
 from spectune.runtime.policies.document import Policy
@@ -180,7 +180,7 @@ def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     options, width = DecodeOptions(GREEDY, tokens), 0 if quick else 8
     wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=width)
     workload = requests(count, letters=None if name == "demo" else 200)
-    tuned = tune(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
+    tuned = tune_pair(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
     found = tuned.to_json()
     say(f"tune of {name}: {prediction_in_words(found['prediction'])}")
     speeds = ("predicted", "predicted_after_factor", "measured")

@@ -10,7 +10,7 @@ from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.tuning.decoder import NativeBench
-from spectune.optimizer.tuning.native import TuneOptions, tune
+from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.race import race
 from spectune.optimizer.tuning.timings import finite
@@ -68,7 +68,7 @@ def _against_fixed(
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
     trials = 4 if quick else 200
     wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=0)
-    tuned = tune(store, pair, workload, wanted)
+    tuned = tune_pair(store, pair, workload, wanted)
     winner = _published(store, pair)
     drafts, sizes = pair.draft_names, range(1, gammas + 1)
     exhaustive = [AUTOREGRESSIVE, *(chain(draft, g) for draft in drafts for g in sizes)]
@@ -121,6 +121,6 @@ def _no_gain(state: Path, pair: LoadedPair, quick: bool) -> dict[str, Any]:
     options = DecodeOptions(Sampling(), 8 if quick else 32)
     trials = 4 if quick else 50
     few = TuneOptions(options=options, budget_s=20.0, tree_width=0, trials=trials, gamma_max=8)
-    tune(store, twin, requests(18), few)
+    tune_pair(store, twin, requests(18), few)
     policy = _published(store, twin)
     return {"published": policy.label(), "speculates": policy.speculates}

@@ -40,6 +40,14 @@ class Place:
             return "decoding without a draft stays"
         return f"nothing is published, and servers of {self.deployment} go on as they were started"
 
+    @property
+    def otherwise(self) -> str:
+        """What is the incumbent where what is published cannot run."""
+        if self.serves is not None:
+            return "what the server drafts is the incumbent"
+        what = "autoregression" if self.engine == "native" else "no speculation"
+        return f"{what} is the incumbent"
+
     def reference(self, unusable: str) -> str:
         """What it is compared with where it is not known what the deployment does; else empty."""
         known = (self.over is not None and not unusable) or self.serves is not None

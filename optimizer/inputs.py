@@ -4,19 +4,18 @@ of a policy."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spectune.demo.prompts import demo_workload
 from spectune.runtime.policies.document import (
-    AUTOREGRESSIVE,
     BUILT_IN,
     Policy,
     parse_policy,
 )
 from spectune.settings import Requests
-from spectune.traces.errors import PolicyError, TraceError, WorkloadError
+from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.files import parse_json, read_json
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
@@ -25,9 +24,8 @@ from spectune.traces.workloads import Line, make_workload, take
 ALL_REQUESTS = Requests()
 
 if TYPE_CHECKING:
-    from spectune.runtime.pair import PairSpec
     from spectune.traces.store import TraceStore
-    from spectune.traces.tables import Publication, Recording, StoredPolicy
+    from spectune.traces.tables import Publication, StoredPolicy
 
 
 def read_files(files: Sequence[str], requests: Requests = ALL_REQUESTS) -> Workload:
@@ -64,37 +62,10 @@ def narrow(workload: Workload, requests: Requests) -> Workload:
     return take(workload, requests.limit, seed=requests.seed)
 
 
-def recording_of(store: TraceStore, name: str, spec: PairSpec) -> Recording:
-    """A recording of a pair. Raises TraceError for another pair's."""
-    info = store.get_recording(name)
-    if info.pair_id != spec.id:
-        raise TraceError(
-            f"recording {info.id} was made with pair {info.pair_id}, not with {spec.id} "
-            f"({spec.name}); give that pair"
-        )
-    return info
-
-
 def published_policy(publication: Publication) -> Policy:
     """The policy of a publication. Raises PolicyError naming its version where what was published
     is none."""
     return _stored(publication, f"publication {publication.version}")
-
-
-def in_force(
-    active: Publication | None, check: Callable[[Policy], object], otherwise: str
-) -> tuple[Policy, str]:
-    """(the policy in force, ""); no speculation where nothing is in force, or where ``check``
-    raises PolicyError: then with the reason, and what holds ``otherwise``."""
-    if active is None:
-        return AUTOREGRESSIVE, ""
-    try:
-        policy = published_policy(active)
-        check(policy)
-    except PolicyError as error:
-        why = str(error).removeprefix(f"publication {active.version}: ")
-        return AUTOREGRESSIVE, f"publication {active.version} cannot run ({why}), so {otherwise}"
-    return policy, ""
 
 
 def _stored(row: Publication | StoredPolicy, where: str) -> Policy:

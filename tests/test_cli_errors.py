@@ -236,7 +236,8 @@ def test_prompts_that_went_through_a_template_before_are_told(door: Door, folder
         (f"simulate --policy '{FIXED}' --ttft 1s", "no effect without --arrivals: --ttft"),
         (
             "tune --recording latest --set sampling.top_p=0.9 --limit 9",
-            "no effect on a recording, whose texts are there: --limit, --set sampling.top_p",
+            "no effect: --limit (acts where texts are decoded, with --since, with --engine or with "
+            "--url); --set sampling.top_p (acts where texts are decoded)",
         ),
     ],
 )
@@ -354,7 +355,9 @@ def test_a_recording_that_is_named_says_which_pair(door: Door, folder: Path) -> 
     (folder / "pair.json").write_text(json.dumps(spec))
     again = door.call("record --resume latest", json=True, env=env)
     assert json.loads(again.stdout)["n_requests"] == 4
-    assert "was made with pair" in door.error("tune --recording latest", pair=folder)
+    name = json.loads(again.stdout)["recording"]
+    assert "was made with pair" in door.error(f"tune --recording {name}", pair=folder)
+    assert "nothing is recorded of pair" in door.error("tune --recording latest", pair=folder)
 
 
 # ---------------------------------------------------------------------------------------- workloads

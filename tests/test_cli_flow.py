@@ -26,11 +26,13 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer import processes
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
+from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document
-from spectune.settings import Requests, Scheduled
+from spectune.settings import Requests, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 SHORT = {"max_new_tokens": 16}
 LESS = {"trials": 8, "finalists": 2, "budget": "0.3s", "gamma_max": 12}
@@ -398,7 +400,7 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     there: Options = {"deployment": "canary", "cron": "0 3 * * *", "tz": "Europe/Berlin"}
     how = {**law, **texts, **searched, **there, "budget": "5m"}
     added = door.json("schedule add nightly", **{**workload, **how})
-    read = from_document(Scheduled, added["settings"], "nightly")
+    read = from_document(Tune, added["settings"], "nightly")
     assert TuneOptions.of(read) == TuneOptions(
         options=DecodeOptions(Sampling(0.7, 40, 0.9, 3), 40, "rejection", ("END",), False),
         budget_s=300.0,
@@ -420,7 +422,7 @@ def test_a_schedule_tunes_on_what_was_recorded(
     not."""
     before = door.json("policies list")["publications"]
     searched = {"trials": 4, "budget": "1s", "gamma_max": 6, "tree_width": 2, "tree_depth": 2}
-    door.json("schedule add drift --now", **searched, cron="@daily", recorded="24h")
+    door.json("schedule add drift --now", **searched, cron="@daily", since="24h")
     ran = door.call("schedule run --once", json=True)
     assert one_object(ran.stdout) == {"done": 1, "failed": 0, "lost": 0, "released": 0}, ran.stderr
     (row,) = door.json("schedule list drift")["schedules"]
@@ -462,9 +464,7 @@ def test_a_page_that_cannot_be_made_costs_no_results(
     monkeypatch.setattr(spectune.optimizer.commands.report, "write_report", broken)
     incumbent = replace(PLAIN, role="incumbent")
     done = results(WINNER, incumbent, WINNER, incumbent)
-    monkeypatch.setattr(
-        spectune.optimizer.commands.tune, "tune_recording", lambda *_args, **_more: done
-    )
+    monkeypatch.setattr(spectune.optimizer.commands.tune, "run_tuning", lambda *_, **__: done)
     found = door.call("tune", **QUICK, **asked, recording=recording, no_publish=True, json=True)
     assert one_object(found.stdout)["study"] == done.study
     assert one_object(found.stdout)["report"] is None
@@ -479,24 +479,24 @@ def test_what_was_decoded_lately_can_be_tuned_on(
     incumbent, given = replace(PLAIN, role="incumbent"), []
     done = results(WINNER, incumbent, WINNER, incumbent)
 
-    def take(*asked: Any, **_more: Any) -> Any:
-        given.append(asked)
+    def take(_store: TraceStore, bench: Tunable, *_: Any, **__: Any) -> Any:
+        given.append(bench.texts.recording.id)
         return done
 
-    monkeypatch.setattr(spectune.optimizer.commands.tune, "tune_recording", take)
+    monkeypatch.setattr(spectune.optimizer.commands.tune, "run_tuning", take)
     found = door.call("tune", **QUICK, since="24h", no_publish=True, report="none")
     assert found.exit_code == 0, found.output
-    name = given[0][2]
+    name = given[0]
     gathered = next(r for r in door.json("traces list")["recordings"] if r["id"] == name)
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert 6 <= gathered["n_requests"] <= 200
     found = door.call("tune", **QUICK, since="24h", limit=4, no_publish=True, report="none")
-    few = next(r for r in door.json("traces list")["recordings"] if r["id"] == given[1][2])
+    few = next(r for r in door.json("traces list")["recordings"] if r["id"] == given[1])
     assert few["n_requests"] == 4
     assert "this takes a sample of 4 (`tune --limit` says how many)" in found.stderr
     assert "no effect" not in found.stderr
     both = {"since": "24h", "recording": recording}
-    assert "give either --recording or --set since=AGE" in door.call("tune", **QUICK, **both).stderr
+    assert "give either --recording or --since" in door.call("tune", **QUICK, **both).stderr
 
 
 def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: Path) -> None:

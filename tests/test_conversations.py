@@ -104,7 +104,8 @@ def test_units_tell_their_conversations() -> None:
     more = (NOTHING, VLLM, RULES, NOTHING, trace, parts, {}, Objective(), 20)
     engine = EngineBench(*more)
     assert engine.groups("confirm").tolist() == list(range(engine.units("confirm"))) == [0, 1, 2]
-    assert [engine.texts("confirm", n) for n in range(3)] == [[2, 7, 12, 17], [3, 8], [4, 9, 19]]
+    units = [engine.unit_texts("confirm", n) for n in range(3)]
+    assert units == [[2, 7, 12, 17], [3, 8], [4, 9, 19]]
 
 
 def test_an_interval_is_over_conversations() -> None:

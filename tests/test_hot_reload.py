@@ -9,7 +9,8 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import sqlalchemy as sa
@@ -20,8 +21,9 @@ from synthetic import flat_profile, policy
 from waiting import eventually
 
 from spectune.db import DatabaseError
-from spectune.optimizer.inputs import in_force
+from spectune.optimizer.deployment import Place
 from spectune.optimizer.serving import earlier_winners, ready_plan, watch
+from spectune.optimizer.tuning.pipeline import incumbent_of
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import Round, StaticSource
@@ -240,8 +242,8 @@ def test_what_would_bias_the_text_is_refused_and_neither_incumbent_nor_tried(
         asked: dict[str, Any] = {"verifier": verifier, "sampling": sampling}
         with watch(store, pair, None, None, **asked, interval_s=60) as source:
             assert source.current().policy == used
-        check = partial(ready_plan, store, pair, profile=None, **asked)
-        incumbent, why = in_force(active, check, "")
+        bench = SimpleNamespace(check=partial(ready_plan, store, pair, profile=None, **asked))
+        incumbent, why = incumbent_of(Place("cpu", "default", active), cast(Any, bench))
         assert (incumbent, "cannot run" in why) == (used, not fits)
         assert earlier_winners(store, pair, **asked) == [policy] * fits
     assert [status for _, status in statuses(store)] == ["applied", "refused", "applied"]

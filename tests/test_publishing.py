@@ -20,13 +20,13 @@ from trace_values import a_trajectory
 from spectune.db.database import Database
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.commands.tune import tuning_result
+from spectune.optimizer.commands.work import tuning_job
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import texts_to_fit
 from spectune.optimizer.record import PanoramaSpec, record
 from spectune.optimizer.report.tuning import page, report_on
-from spectune.optimizer.schedule.tuning import tuning_job
-from spectune.optimizer.tuning.native import TuneOptions, tune, tune_recording
+from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.parts import deal, recorded_parts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
@@ -80,7 +80,7 @@ def test_what_came_into_force_during_the_race_stays(store: TraceStore, pair: Loa
     put_made_up_profile(store, pair)
     put_in_force(store, pair.id, SLOW)
     during = once("execute", lambda: activate(store, pair))
-    tuned = tune(store, pair, WORKLOAD, QUICK, progress=during, clock=time.thread_time)
+    tuned = tune_pair(store, pair, WORKLOAD, QUICK, progress=during, clock=time.thread_time)
     newest, _ = store.list_publications(pair.id)
     assert (newest.actor, newest.policy_id) == ("operator", CHOSEN.id)
     assert tuned.published is None
@@ -101,7 +101,7 @@ def test_the_version_compared_with_is_the_one_replaced(store: TraceStore, pair: 
     other = store.publish(pair.id, "cpu", "b" * 12, actor="operator", deployment="canary").version
     said: list[str] = []
     during = once("decode", lambda: activate(store, pair))
-    tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append), progress=during)
+    tuned = tune_pair(store, pair, WORKLOAD, replace(QUICK, tell=said.append), progress=during)
     assert store.active_version(pair.id, "cpu", "canary") == other
     (line,) = [x for x in said if x.startswith("warning: version ")]
     assert "was tuned at temperature 0.7, and this is temperature 0.0; tune for it" in line
@@ -123,7 +123,7 @@ def test_what_a_smaller_tuning_does_not_record_is_raced_without_a_prediction(
     )
     activate(store, pair, tree)
     said: list[str] = []
-    tuned = tune(store, pair, WORKLOAD, replace(QUICK, tell=said.append))
+    tuned = tune_pair(store, pair, WORKLOAD, replace(QUICK, tell=said.append))
     assert (tuned.incumbent.policy, tuned.incumbent.predicted) == (tree, None)
     assert tuned.incumbent.executed.total.rounds
     assert [line for line in said if "is raced without a prediction: " in line]
@@ -141,7 +141,7 @@ def test_what_is_tuned_on_is_counted_again_where_chunks_are_damaged(
     with store.database.write() as session:
         session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal > 4"), {"data": b"x"})
     with pytest.raises(TraceError, match=r"5 requests leave|on different ones: 5"):
-        tune_recording(store, pair, lost, QUICK)
+        tune_pair(store, pair, lost, QUICK)
     assert not list(store.profiles(pair.id)), "before the device is measured"
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_panorama_moves_no_request_to_another_part(
     with store.database.write() as session:
         session.execute(text("UPDATE panorama SET trie = :data WHERE ordinal = 0"), {"data": b"x"})
     fitted_to = {t.request_id for t in texts_to_fit(store, info.id, pair.spec)}
-    tuned = tune_recording(store, pair, info.id, replace(QUICK, publish=False))
+    tuned = tune_pair(store, pair, info.id, replace(QUICK, publish=False))
     assert fitted_to == {f"r{i}" for i in whole.fit}
     assert tuned.search_requests == len(whole.search) - (0 in whole.search)
     raced = {r.request_id for c in tuned.candidates for r in c.executed.per_request}
@@ -192,14 +192,14 @@ def test_a_recording_says_how_it_is_tuned_on(store: TraceStore, pair: LoadedPair
     plain = StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names))
     info = record(store, pair, WORKLOAD, drawn, PanoramaSpec(("near",), 5), plain)
     asked = replace(QUICK, tree_width=2, tree_depth=2, publish=False)
-    tuned = tune_recording(store, pair, info.id, asked)
+    tuned = tune_pair(store, pair, info.id, asked)
     assert {c.policy.growth.kind for c in tuned.candidates if c.policy.speculates} == {"chain"}
     assert store.get_recording(info.id).with_trees == ()
     texts = [a_trajectory(i, sampling=Sampling(0.7), verifier="greedy") for i in range(18)]
     served = store.create_recording(Asked(pair.id, None, Sampling(0.7), 64, "greedy")).id
     store.append_trajectories(served, [(i, text, ()) for i, text in enumerate(texts)])
     with pytest.raises(TraceError, match=rf"recording {served} was sampled by an engine"):
-        tune_recording(store, pair, served, asked)
+        tune_pair(store, pair, served, asked)
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

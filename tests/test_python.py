@@ -158,7 +158,7 @@ def test_rows_of_a_tuning_are_in_the_order_of_the_race(
     incumbent = replace(PLAIN, role="incumbent")
     done = results(WINNER, incumbent, PLAIN, incumbent, SLOWER, WINNER)
     command = spectune.optimizer.commands.tune
-    monkeypatch.setattr(command, "tune_workload", lambda *_args, **_how: done)
+    monkeypatch.setattr(command, "run_tuning", lambda *_args, **_how: done)
     prompts, db = [f"x {n}" for n in range(40)], tmp_path / "x.db"
     found = spectune.tune(prompts=prompts, pair=pair, db=db, publish=False, report="none")
     assert [row["role"] for row in found.rows] == [

@@ -21,7 +21,7 @@ from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.bench import Prediction
+from spectune.optimizer.tuning.bench import Bench, Prediction
 from spectune.optimizer.tuning.pipeline import ProveOptions, confirm_winner, run_race
 from spectune.optimizer.tuning.race import BLOCK, eliminate, fastest_of
 from spectune.optimizer.tuning.texts import ComparedTexts
@@ -222,11 +222,11 @@ def test_a_window_that_learns_begins_each_pass_as_it_began_the_first(pair: Loade
     assert alone != together, "the state that is carried shows"
 
 
-class Loads:
+class Loads(Bench):
     """A bench of an engine: a unit is a run of its loads, which weigh alike; a policy with another
     draft takes another server."""
 
-    by_size, block, spread, unit = False, 1, 0.02, "runs"
+    by_size, block, unit = False, 1, "runs"
     gain = "times the goodput of"
 
     def __init__(self, cost: dict[str, float]) -> None:

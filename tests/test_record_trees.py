@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,12 @@ from synthetic import flat_profile
 from trace_values import a_tree
 
 from spectune.optimizer import record as recorder
-from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.search import Study, Trial
 from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.tuning import native
-from spectune.optimizer.tuning.native import TuneOptions, Tuning
+from spectune.optimizer.tuning import pair_search
+from spectune.optimizer.tuning.native import PairBench, PairRecording, TuneOptions
+from spectune.optimizer.tuning.pair_search import PairSearch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.trees.grow import Codes
@@ -99,9 +98,7 @@ def test_tuning_records_no_chains_anew_at_a_temperature(
     recording = str(door.json("record", *asked)["recording"])
     with opened(door.db) as store:
         before = store.load(recording).panoramas("near")
-        wanted = TuneOptions(tree_width=0, gamma_max=4)
-        tuning = Tuning(store, pair, recording, wanted, lambda *_: None, time.perf_counter, {})
-        tuning.record_chains()
+        PairRecording(store, pair, recording).add(PanoramaSpec(pair.chain_drafts, 4))
         assert store.load(recording).panoramas("near") == before
 
 
@@ -186,15 +183,15 @@ def test_tuning_records_trees_on_a_few_requests_first(
     door: Door, store: TraceStore, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the others only where their best tree is not far behind the best policy."""
-    monkeypatch.setattr(native, "FEW_REQUESTS", 1)
+    monkeypatch.setattr(pair_search, "FEW_REQUESTS", 1)
     recording, lines = store.resolve_recording("latest"), list[str]()
     settings = TuneOptions(tree_width=2, tree_depth=2, gamma_max=4, tell=lines.append)
 
-    def tuning() -> Tuning:
-        made = Tuning(store, pair, recording, settings, lambda *_: None, time.perf_counter, {})
-        made.artifacts, made.incumbent = fitted(store), AUTOREGRESSIVE
-        made.profile = flat_profile(pair.id, pair.drafts)
-        made.record_chains()
+    def tuning() -> PairSearch:
+        held = PairRecording(store, pair, recording, lines.append)
+        held.add(PanoramaSpec(pair.chain_drafts, 4))
+        opened, profile = held.open(pair.chain_drafts), flat_profile(pair.id, pair.drafts)
+        made = PairSearch(PairBench(held, opened, profile, settings), AUTOREGRESSIVE)
         made.study = Study((Trial(parse_policy({"draft": "near"}), 1.0, "test"),), 0, "")
         return made
 
@@ -202,11 +199,11 @@ def test_tuning_records_trees_on_a_few_requests_first(
         return sorted(p.width for p in store.load(recording).panoramas("near"))
 
     first = tuning()
-    monkeypatch.setattr(Tuning, "_best_tree", lambda *_: 0.8)
+    monkeypatch.setattr(PairSearch, "best_tree", lambda *_: 0.8)
     first.record_trees()
     assert (widths(), first.grown) == ([1, 1, 2], ())
     assert "Trees of near cannot win: on 1 requests their best is 20% slower" in "".join(lines)
-    monkeypatch.setattr(Tuning, "_best_tree", lambda *_: 0.95)
+    monkeypatch.setattr(PairSearch, "best_tree", lambda *_: 0.95)
     second = tuning()
     second.record_trees()
     assert (widths(), second.grown) == ([2, 2, 2], ("near", "far"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import rejection_in_words
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.decoder import NativeBench
-from spectune.optimizer.tuning.native import TuneOptions, Tuning
+from spectune.optimizer.tuning.native import PairBench, TuneOptions
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.rejection import (
     DRAWS,
@@ -223,6 +223,5 @@ def test_nothing_is_tried_where_it_is_the_same_or_in_use(
     pair: LoadedPair, store: TraceStore, temperature: float, verifier: Verifier
 ) -> None:
     settings = TuneOptions(options=DecodeOptions(Sampling(temperature), 8, verifier))
-    tuning = Tuning(store, pair, "", settings, silent, time.perf_counter, {})
-    tuning.try_rejection()  # before anything that it would execute is there
-    assert tuning.rejection is None
+    bench = cast(Any, SimpleNamespace(options=settings))  # nothing that it would execute is there
+    assert PairBench.beside(bench, cast(Any, None), 1.0, silent) == {}

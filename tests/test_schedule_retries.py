@@ -15,8 +15,8 @@ from test_publishing import HOUR, SLOW, T0, settings
 from trace_values import a_panorama, a_trajectory, damage
 
 from spectune.optimizer import schedule as schedules
+from spectune.optimizer.commands.work import tuning_job
 from spectune.optimizer.schedule import Job
-from spectune.optimizer.schedule.tuning import tuning_job
 from spectune.optimizer.schedule.worker import Run
 from spectune.optimizer.tuning.sources import gather
 from spectune.runtime.loading import LoadedPair
@@ -199,12 +199,12 @@ def test_damaged_traffic_is_left_out(store: TraceStore, pair: LoadedPair) -> Non
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_repeated(
-    store: TraceStore, pair: LoadedPair, hourly: str
+    store: TraceStore, pair: LoadedPair, hourly: str, tmp_path: Path
 ) -> None:
     execute = tuning_job(
         store,
         load=lambda *_arguments, **_how: pair,
-        page=lambda study: f"{study}.html",
+        db=str(tmp_path / "s.db"),
         clock=time.thread_time,
     )
 
@@ -230,5 +230,5 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "reason": published.reason,
         "recording": published.evidence["recording"],
         "study": study.id,
-        "report": f"{study.id}.html",
+        "report": str(tmp_path / f"spectune-report-{study.id}.html"),
     }

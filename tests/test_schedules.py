@@ -25,7 +25,7 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, ScheduleError, next_slot, run_worker
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS
 from spectune.options import from_document
-from spectune.settings import Scheduled
+from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
 
 T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
@@ -352,16 +352,16 @@ def test_bad_schedules_are_refused_and_leave_nothing(database: Database) -> None
 
 def test_settings_that_a_run_reads_are_checked() -> None:
     """By the same list as what is typed."""
-    about = {"pair": {"target": "t", "drafts": {}}, "recorded": "24h"}
-    read = from_document(Scheduled, about, "x")
-    assert (read.search.trials, read.recorded) == (400, 86_400)
+    about = {"pair": {"target": "t", "drafts": {}}, "since": "24h"}
+    read = from_document(Tune, about, "x")
+    assert (read.search.trials, read.since) == (400, timedelta(days=1))
     for bad, message in (
         ({"search": {"trails": 4}}, "unknown key 'search.trails'; did you mean 'search.trials'"),
         ({"requests": {"turns": "some"}}, "requests.turns: 'some': it should be 'first' or 'all'"),
         ({"race": {"budget": "5x"}}, "race.budget: '5x': a time is expected"),
     ):
         with pytest.raises(ConfigError, match=message):
-            from_document(Scheduled, about | bad, "x")
+            from_document(Tune, about | bad, "x")
 
 
 def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:
@@ -370,8 +370,8 @@ def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:
     assert door.json("schedule add n --cron", "0 3 * * *", *added)["cron"] == "0 3 * * *"
     assert "must have five fields" in door.refused("schedule", "add", "x", "--cron", "3", *added)
     assert "did you mean 'n'" in door.refused("schedule", "remove", "nn")
-    assert "--recorded: '1y': a time is expected" in door.refused(
-        "schedule", "add", "x", "--cron", "@daily", "--recorded", "1y", "--pair", tiny_pair
+    assert "--since: '1y': a time is expected" in door.refused(
+        "schedule", "add", "x", "--cron", "@daily", "--since", "1y", "--pair", tiny_pair
     )
     assert door.json("schedule remove n")["name"] == "n"
     assert door.json("schedule list")["schedules"] == []

@@ -21,7 +21,7 @@ from spectune.optimizer.fit.corpus import corpus_tokens
 from spectune.optimizer.fit.dynaspec import EVERY, LEVELS, cluster, examples
 from spectune.optimizer.fit.shared import texts_to_fit
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.tuning.native import TuneOptions, tune
+from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import ROUTER
@@ -80,7 +80,7 @@ def test_tune_records_and_executes_shortlists_where_they_may_win(
     )  # fmt: skip
     with opened(tmp_path / "spectune.db") as store:
         put_made_up_profile(store, pair, priced(flat_profile(pair.id, pair.drafts), rows, saved))
-        tuned = tune(store, pair, workload, options)
+        tuned = tune_pair(store, pair, workload, options)
         study = store.get_study(tuned.study)
         routers = store.list_artifacts(ROUTER)
         if routers:
@@ -111,7 +111,7 @@ def test_shortlists_that_cannot_win_are_not_recorded(pair: LoadedPair, tmp_path:
     with opened(tmp_path / "spectune.db") as store:
         rows, flat = pair.models["near"].output.rows, flat_profile(pair.id, pair.drafts)
         put_made_up_profile(store, pair, priced(flat, rows, 0.9, step_s=1.0))
-        tuned = tune(store, pair, workload, options)
+        tuned = tune_pair(store, pair, workload, options)
         assert store.list_artifacts(ROUTER)
         requests = store.load(tuned.recording).requests
         assert not any("@" in draft for r in requests for draft in r.panoramas)

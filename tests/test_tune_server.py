@@ -133,7 +133,7 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
         assert fake.version == 0
         follower.once()
         assert store.get_recording(recording.id).n_requests == 24
-        at = ("schedule", "add", "hourly", "--cron", "@hourly", "--now", "--recorded", "1h")
+        at = ("schedule", "add", "hourly", "--cron", "@hourly", "--now", "--since", "1h")
         door.json(*at, *server, "--pair", tiny_pair, "--arrivals", "clients:1,3")
         door.call("schedule", "run", "--once")
         (row,) = door.json("schedule", "list", "hourly")["schedules"]

@@ -175,7 +175,7 @@ def test_a_password_in_a_url_is_sent_and_never_told(
     there = {"pair": "demo", "folder": fake.folder}
     for url in (f"http://me:hunter2@{host}", "http://me:hunter2@x:port", "me:hunt/er2@x"):
         found = door.call("tune", url=url, workload="demo", **there)
-        schedule = door.call("schedule add nightly", cron="@daily", url=url, recorded="1h", **there)
+        schedule = door.call("schedule add nightly", cron="@daily", url=url, since="1h", **there)
         for one in (found, schedule):
             assert one.exit_code == 2
             assert "hunt" not in one.stdout + one.stderr

@@ -18,7 +18,7 @@ from spectune.optimizer.fit.heterospec import fit_heterospec
 from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.fit.sequoia import fit_sequoia
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.tuning.sources import gather
+from spectune.optimizer.tuning.sources import sample_since
 from spectune.settings import Fit
 from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.store import TraceStore
@@ -57,8 +57,8 @@ def _recording(store: TraceStore, s: Fit, talk: Talk) -> str:
     name = store.resolve_recording(s.recording)
     if s.since is None:
         return name
-    window, key = store.clock() - s.since, f"since {s.since.isoformat()}"
-    return gather(store, store.get_recording(name).pair_id, window, key=key, tell=talk.tell)
+    pair_id = store.get_recording(name).pair_id
+    return sample_since(store, pair_id, s.since, tell=talk.tell).id
 
 
 def _trees(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> StoredFit:

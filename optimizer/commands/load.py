@@ -5,40 +5,26 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
-from spectune.optimizer.commands.decoding import quiet_transformers
-from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
     Talk,
-    deployment_for,
     next_command,
-    open_store,
-    pair_of,
-    recording_on,
-    unseen,
+    note_missing_panoramas,
 )
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.inputs import recording_of
-from spectune.optimizer.report.words import closing
-from spectune.optimizer.simulate.load import Objective, Served, objective_of
+from spectune.optimizer.simulate.load import Objective, Served
 from spectune.optimizer.tuning.engine import EngineBench, constant, engine_bench
 from spectune.optimizer.tuning.load import (
+    LoadBench,
     LoadSearch,
     about_bench,
-    place_of,
-    prove_load,
-    search_load,
-    with_servers,
 )
 from spectune.optimizer.tuning.load_search import Trial
-from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.settings import Simulate, Tune
-from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
@@ -71,7 +57,7 @@ def simulate_under_load(
         "server_draft": draft,
         "loads": loads,
     }
-    unseen(info, len(bench.trace.order), talk)
+    note_missing_panoramas(info, len(bench.trace.order), talk)
     _tell_costs(bench, talk)
     shares = {name: bench.costs.beyond(draft, one.batches) for name, one in simulated.items()}
     _tell_extrapolated(bench, shares, talk)
@@ -99,62 +85,7 @@ def _without_drafting(bench: EngineBench, policy: Policy) -> dict[str, Policy]:
     return plain
 
 
-def tune_load(s: Tune, talk: Talk) -> Result:
-    """Searches in simulation; with ``serve`` proves that on the engine, for about the budget, and
-    publishes what is confirmed, if it may."""
-    if s.load.arrivals is None:
-        raise TraceError(
-            "--engine and --serve tune for a load: say --arrivals poisson:RATE, clients:N, "
-            "recorded or a CSV"
-        )
-    keys = ("workload", "requests.c", "sampling.", "search.g", "search.t", "search.b", "trees.")
-    more = ("quick", "fresh", "report", "since", "workers")
-    talk.no_effect(s, "under a load, whose requests are those of `record --engine`", *keys, *more)
-    if not s.serve:
-        talk.no_effect(s, "without --serve", "race.", "publish", "threads")
-    objective = objective_of(s.load)
-    with open_store(s) as store:
-        info = recording_on(store, s.recording or "latest", s.engine)
-        spec = None
-        if s.serve or s.typed("pair", "target", "drafts"):
-            spec = pair_of(s, store, info.id)
-            info = recording_of(store, info.id, spec)
-        how: dict[str, Any] = {"limit": s.requests.limit, "unit": s.load.unit, "tell": talk.tell}
-        bench = engine_bench(store, info, [], s.load.arrivals, objective, **how)
-        unseen(info, len(bench.trace.order), talk)
-        search = search_load(store, bench, seed=s.search.seed, progress=talk.progress)
-        place = place_of(store, info, deployment_for(s, info.engine))
-        if not s.serve or spec is None:
-            why = "predicted alone; --serve proves and publishes"
-            result = search_result(search, {"published": None, "reason": why}, talk)
-            return replace(result, text=result.text + _next(search.trial.policy, place, s))
-        quiet_transformers(talk)
-        options = ProveOptions(budget_s=s.race.budget, publish=s.publish, tell=talk.tell)
-        servers = with_servers(search, spec, s.threads)
-        tuned, figures = prove_load(store, servers, place, options, progress=talk.progress)
-    predicted = search_result(search, {**figures, **tuned.to_json(), "kind": "executed"}, talk)
-    return tuned_result(predicted, search, tuned, place, s)
-
-
-def tuned_result(
-    predicted: Result,
-    search: LoadSearch,
-    tuned: Tuned,
-    place: Place,
-    s: Tune,
-    page: str | None = None,
-) -> Result:
-    """What was predicted and executed, what was decided, and what to type next. ``page``: the path
-    of the page that was made."""
-    executed = tuning_result(tuned)
-    lines = [predicted.text, executed.text, _concluded(search, tuned, place, s, page)]
-    tables = [*predicted.tables, *executed.tables]
-    return Result("\n".join(lines), predicted.data, executed.rows, tables)
-
-
-def search_result(
-    search: LoadSearch, more: Mapping[str, Any], talk: Talk, restart: str = ""
-) -> Result:
+def search_result(search: LoadSearch, talk: Talk, restart: str = "") -> Result:
     """The map of loads, and what is best over all of them. ``restart``: the command that serves
     without a draft, where that cannot be measured from here."""
     bench, study, trial = search.bench, search.study, search.trial
@@ -191,7 +122,7 @@ def search_result(
             f"{IDLE}: not measured: let the server draft 0 tokens, or {served_by} measures it."
         )
     table = Table(rows, title=f"best constant by load on {bench.info.engine} (predicted)")
-    return Result("\n".join(lines), {**search.to_json(), **more}, rows, [table])
+    return Result("\n".join(lines), search.to_json(), rows, [table])
 
 
 def contexts_in_words(about: Mapping[str, Any]) -> str:
@@ -206,34 +137,21 @@ def contexts_in_words(about: Mapping[str, Any]) -> str:
     )
 
 
-def _concluded(search: LoadSearch, tuned: Tuned, place: Place, s: Tune, page: str | None) -> str:
-    """What was decided, and what to type next."""
-    there = f"--deployment {place.deployment} --device {place.device}"
-    hints = [(next_command(s, f"report {tuned.study}"), "the page of this tuning")]
-    if page is not None:
-        hints = [(page, "the page of this tuning: open it")]
-    if tuned.published:
-        look = next_command(s, f"policies show active {there}", "pair")
-        hints.insert(0, (look, "the published policy, and its evidence"))
-    where = f"in deployment {place.deployment} on {place.device}"
-    text = closing(tuned.to_json(), where, hints)
-    bench = search.bench
-    if tuned.winner.policy.draft == "none" and bench.rules.drafts_after and not bench.loaded:
-        title = bench.engine.title
-        if tuned.winner.policy.id == tuned.incumbent.policy.id:
-            text += (
-                f"\nThat is a server without a draft: measure yours beside {title} restarted "
-                "without it."
-            )
-        else:
-            text += (
-                f"\nThat was measured on a server without a draft: restart {title} without it; one "
-                "that keeps it loaded drafts 0 tokens meanwhile."
-            )
-    return text
+def restart_in_words(bench: LoadBench, tuned: Tuned) -> str:
+    """What is to be known where the winner is a server without a draft; else empty."""
+    if tuned.winner.policy.draft != "none" or not bench.rules.drafts_after or bench.loaded:
+        return ""
+    title = bench.engine.title
+    if tuned.winner.policy.id == tuned.incumbent.policy.id:
+        beside = f"measure yours beside {title} restarted without it"
+        return f"\nThat is a server without a draft: {beside}."
+    return (
+        f"\nThat was measured on a server without a draft: restart {title} without it; one that "
+        "keeps it loaded drafts 0 tokens meanwhile."
+    )
 
 
-def _next(policy: Policy, place: Place, s: Tune) -> str:
+def next_of(policy: Policy, place: Place, s: Tune) -> str:
     """The command that puts in force what is proposed, unless it is."""
     if place.over is not None and place.over.policy_id == policy.id:
         return ""

@@ -15,11 +15,12 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, open_store, pair_of
 from spectune.optimizer.engine_profile import Design, profile_engine, step_table
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import read_files, recording_of
+from spectune.optimizer.inputs import read_files
 from spectune.optimizer.on_engine import prompts_of
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.record import texts_to_profile, whole_texts
 from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile
 from spectune.runtime.text_codec import load_codec
@@ -45,7 +46,7 @@ def _native(s: Profile, talk: Talk) -> Result:
         pair = load(s, spec, talk)
         texts: Sequence[Trajectory] = ()
         if s.trees:
-            recording = s.recording and recording_of(store, s.recording, pair.spec).id
+            recording = s.recording and recording_named(store, s.recording, pair=pair.spec).id
             recording, texts = texts_to_profile(store, pair.id, recording)
             source = "random tokens: nothing of this pair is recorded"
             if recording:
@@ -169,7 +170,7 @@ def _prompts(
     """Prompts of a recording of the pair, spread over it, else of the demo's; and of what they
     are."""
     if recording is not None:
-        recording = recording_of(store, recording, spec).id
+        recording = recording_named(store, recording, pair=spec).id
     name, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
         demo = read_files(["demo"], Requests(limit=MOST_PROMPTS))

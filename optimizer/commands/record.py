@@ -23,12 +23,12 @@ from spectune.optimizer.commands.session import (
     policy_named,
 )
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.record import record as record_texts
 from spectune.optimizer.serving import last_good
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import PairSpec
@@ -119,7 +119,7 @@ def _decode(
 
 def _resumed(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
     """The recording that is named."""
-    info = recording_of(store, s.resume or "", spec)
+    info = recording_named(store, s.resume or "", pair=spec)
     if info.state == "recording" and info.workload_id is not None:
         talk.tell(
             f"recording {info.id} was never finished: the `record` that began it, typed again, "

@@ -10,18 +10,16 @@ from spectune.engines.abilities import VLLM
 from spectune.engines.vllm.execute import without_credentials
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import (
-    OF_TEXTS,
     Talk,
     deployment_for,
     open_store,
     pair_of,
 )
-from spectune.optimizer.deployment import check_server
+from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
-from spectune.optimizer.simulate.load import objective_of
 from spectune.runtime.pair import check_threads
-from spectune.settings import ScheduleAdd, Scheduled, ScheduleList, ScheduleRemove
+from spectune.settings import ScheduleAdd, ScheduleList, ScheduleRemove, Tune
 from spectune.traces.errors import ConfigError
 
 SHOWN = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
@@ -29,38 +27,42 @@ ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
 
 
 def add(s: ScheduleAdd, talk: Talk) -> Result:
-    if s.recorded:
-        talk.no_effect(s, "with --recorded, whose texts are there", *OF_TEXTS)
-    settings = _scheduled(s)
-    if not (s.recorded or settings.engine):
+    if bench_of(s) == "engine" and not s.serve:
+        raise ConfigError("a schedule publishes what it proves: say --serve with --engine")
+    settings = _to_store(checked(s, talk))
+    if not (settings.recording or settings.since or settings.engine):
         for line in read_files(settings.workload, settings.requests).notes:
             talk.tell(line)
-    document = settings.model_dump(mode="json", exclude={"db", "target", "drafts"})
+    about = {
+        "db",
+        "target",
+        "drafts",
+        "report",
+        *(ScheduleAdd.model_fields.keys() - Tune.model_fields),
+    }
+    document = settings.model_dump(mode="json", exclude=about, exclude_none=True)
     with open_store(s, create=True) as store:
         row = add_schedule(store.database, s.name, s.cron, document, tz=s.tz, at_once=s.now)
     first = f"{row.next_at:%Y-%m-%d %H:%M:%S} UTC"
     return Result(f"schedule {s.name}: {row.cron} ({row.tz}), first at {first}", row.to_json())
 
 
-def _scheduled(s: ScheduleAdd) -> Scheduled:
-    """What its runs are told, wherever they run. Raises PairError and TraceError."""
+def _to_store(s: ScheduleAdd) -> ScheduleAdd:
+    """The settings as they are stored: the same wherever a worker stands. Raises PairError,
+    TraceError and ConfigError."""
     check_threads(s.threads)
-    objective_of(s.load)
-    values = {name: getattr(s, name) for name in Scheduled.model_fields}
-    values |= {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
-    if s.url is not None or s.folder is not None:
-        check_server(s.url, s.folder, s.engine)
+    values: dict[str, Any] = {"pair": pair_of(s).to_json(), "target": None, "drafts": {}}
+    if bench_of(s) == "server":
         if s.url and without_credentials(s.url) != s.url:
             raise ConfigError(
                 "--url: a schedule is stored, and a password in its URL with it; leave that out, "
                 "and set VLLM_API_KEY where `schedule run` runs"
             )
-        values |= {"engine": VLLM.name, "folder": str(Path(s.folder or "").resolve())}
-    if engine := values["engine"]:
-        values["deployment"] = deployment_for(s, engine)
-    # A worker may stand in another folder.
+        values["folder"] = str(Path(s.folder or "").resolve())
+    if bench_of(s) != "native":
+        values["deployment"] = deployment_for(s, s.engine or VLLM.name)
     files = tuple(name if name == "demo" else str(Path(name).resolve()) for name in s.workload)
-    return Scheduled(**{**values, "workload": files or ("demo",)})
+    return s.model_copy(update=values | {"workload": files or ("demo",)})
 
 
 def list_all(s: ScheduleList, talk: Talk) -> Result:

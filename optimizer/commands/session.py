@@ -21,17 +21,18 @@ from spectune.db.errors import NotFoundError
 from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.options import without_effect
 from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.settings import OnPair, Requests, Settings
-from spectune.traces.errors import OutputError, PairError, PolicyError, TraceError
+from spectune.traces.errors import OutputError, PairError, PolicyError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import DESIGNED, Recording
+from spectune.traces.tables import Recording
 from spectune.traces.text import shortened
 
 
@@ -97,6 +98,10 @@ def pair_of(
         except PairError as error:
             raise PairError(f"{where}: {error}; say where it is now by --pair") from None
         return spec
+    if isinstance(settings.pair, Mapping):  # of a stored schedule
+        spec = PairSpec.from_json(settings.pair, where="pair")
+        spec.check()
+        return spec
     pair = settings.pair
     if settings.typed("target", "drafts") and not settings.typed("pair"):
         pair = None
@@ -155,25 +160,17 @@ def deployment_for(s: Any, engine: str) -> str:
     return str(s.deployment) if named else deployment_of(engine)
 
 
-def recording_on(store: TraceStore, recording: str, engine: str | None) -> Recording:
-    """The recording that is named; where it is ``latest``, of an engine if one is given. Raises
-    TraceError where it has none, or the one that is named is another's."""
-    if engine is not None and recording == "latest":
-        traffic = (i for i in store.list_recordings() if i.source != DESIGNED)
-        info = next((i for i in traffic if i.engine == engine and i.n_requests), None)
-        if info is None:
-            raise TraceError(
-                f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md "
-                "says how"
-            )
-        return info
-    info = store.get_recording(recording)
-    if engine is not None and info.engine != engine:
-        raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
-    return info
+def recording_meant(
+    s: OnPair, store: TraceStore, name: str, engine: str | None = None
+) -> Recording:
+    """The recording of a name (:func:`optimizer.tuning.sources.recording_named`): ``latest`` of the
+    pair that is named anywhere, if one is, and ``typed`` ones of the pair that is typed."""
+    typed = s.typed("pair", "target", "drafts")
+    spec = pair_of(s) if typed or (name == "latest" and names_pair(s)) else None
+    return recording_named(store, name, pair=spec, engine=engine)
 
 
-def unseen(info: Recording, number: int, talk: Talk) -> None:
+def note_missing_panoramas(info: Recording, number: int, talk: Talk) -> None:
     """Notes the requests of a recording that are left out, as its drafts have not read them: a
     server adds some all the time."""
     if number < info.n_requests:

@@ -12,13 +12,13 @@ from spectune.optimizer.commands.session import (
     deployment_for,
     open_store,
     policy_named,
-    recording_on,
     rounds_of,
     write_rows,
 )
 from spectune.optimizer.inputs import outcome_json
 from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.trace import simulate as replay
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.settings import Simulate
 from spectune.traces.tables import LatencyProfile, Recording
 
@@ -26,7 +26,7 @@ from spectune.traces.tables import LatencyProfile, Recording
 def simulate(s: Simulate, talk: Talk) -> Result:
     check_writable(s, per_round=s.per_round)
     with open_store(s) as store:
-        info = recording_on(store, s.recording, s.engine)
+        info = recording_named(store, s.recording, engine=s.engine)
         device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
         deployment = deployment_for(s, info.engine)
         named = info.device_name if s.device == "auto" else ""

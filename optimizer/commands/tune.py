@@ -1,102 +1,242 @@
-"""`tune`: the whole circle."""
+"""`tune`: the whole circle, on the native decoder, on an engine that is started here, or on a
+server that runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Final
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-from spectune.optimizer.commands.decoding import fit_to, load, read_workload
-from spectune.optimizer.commands.load import tune_load
+from sqlalchemy.orm import Session
+
+from spectune.engines.abilities import VLLM
+from spectune.engines.export import vllm_line
+from spectune.engines.protocol import Load
+from spectune.engines.vllm.command import SCHEDULER
+from spectune.engines.vllm.execute import RunningServer
+from spectune.optimizer.commands import load as under_load
+from spectune.optimizer.commands.decoding import fit_to, quiet_transformers, read_workload
+from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.server import tune_url
 from spectune.optimizer.commands.session import (
-    DECODED,
-    OF_TEXTS,
     Talk,
-    check_writable,
+    deployment_for,
+    names_pair,
     next_command,
+    note_missing_panoramas,
     open_store,
     pair_of,
+    recording_meant,
 )
-from spectune.optimizer.inputs import recording_of
+from spectune.optimizer.commands.tune_settings import bench_of, checked
+from spectune.optimizer.deployment import Place
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.on_engine import check_options, prompts_of, record_on
 from spectune.optimizer.processes import dask_workers
 from spectune.optimizer.report.words import closing
+from spectune.optimizer.simulate.load import objective_of
+from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.confirm import check_workload_size
-from spectune.optimizer.tuning.native import TuneOptions, tune_recording
-from spectune.optimizer.tuning.native import tune as tune_workload
-from spectune.optimizer.tuning.sources import gather
+from spectune.optimizer.tuning.engine import engine_bench
+from spectune.optimizer.tuning.load import LoadBench, place_of, starting
+from spectune.optimizer.tuning.native import PairBench, TuneOptions, native_bench, native_place
+from spectune.optimizer.tuning.pipeline import ProveOptions
+from spectune.optimizer.tuning.pipeline import tune as run_tuning
+from spectune.optimizer.tuning.server import connect, record_draft, server_bench
+from spectune.optimizer.tuning.sources import recording_named, sample_since
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.text_codec import load_codec
 from spectune.settings import Tune
-from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
-QUICK: Final[dict[str, dict[str, Any]]] = {
-    "trees": {"width": 0},
-    "search": {"trials": 100},
-    "race": {"finalists": 2, "budget": 40.0},
-    "requests": {"limit": 48},
-    "sampling": {"max_new_tokens": 48},
-}
-"""What ``quick`` makes of settings that nobody said."""
+CLIENTS: Final = (1, 4, 8)
+"""Clients that a workload is sent to a server by unless --arrivals says how it comes."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """On whose account a tuning is done, and what it is done with. ``key``: of the publication, and
+    of a sample of what was recorded; ``guard`` is called in the transaction that publishes, and
+    raises where the caller may not; ``load`` loads the models of a pair."""
+
+    actor: str = "tune"
+    key: str | None = None
+    guard: Callable[[Session], None] | None = None
+    load: Callable[..., Any] = load_models
+    clock: Callable[[], float] = time.perf_counter
+
+    def options(self, s: Tune, talk: Talk) -> dict[str, Any]:
+        """What of :class:`ProveOptions` every tuning is told."""
+        about = {"actor": self.actor, "idempotency_key": self.key, "guard": self.guard}
+        return {**about, "publish": s.publish, "tell": talk.tell}
+
+
+class Ready(NamedTuple):
+    """A tuning that can begin. ``restart``: the command that serves without a draft, where that
+    cannot be measured from here."""
+
+    bench: Tunable
+    place: Place
+    options: ProveOptions
+    restart: str = ""
 
 
 def tune(s: Tune, talk: Talk) -> Result:
-    if s.url is not None or s.folder is not None:
-        return tune_url(s, talk)
-    if s.engine is not None or s.load.arrivals is not None or s.serve:
-        return tune_load(s, talk)
-    talk.no_effect(s, "without --arrivals", "load.")
-    if s.recording and s.since:
-        raise ConfigError("give either --recording or --set since=AGE, not both")
-    recorded = s.recording is not None or s.since is not None
-    if recorded:
-        keys = DECODED if s.since is None else OF_TEXTS
-        talk.no_effect(s, "on a recording, whose texts are there", *keys)
-    if s.report != "none":
-        check_writable(s, report=s.report)
-    quick = ""
-    if s.quick:
-        s, quick = _be_quick(s)
-    with open_store(s, create=True) as store:
-        spec = pair_of(s, store, s.recording)
-        workload = None if recorded else read_workload(s, spec, talk)
-        if workload is not None:  # before the pair is loaded
-            check_workload_size(workload, publish=s.publish)
-        options = TuneOptions.of(s, fresh=s.fresh, publish=s.publish, tell=talk.tell)
-        pair = load(s, spec, talk)
-        info = None
-        if workload is not None:
-            workload = fit_to(pair, workload, options.options, s, talk)
-        else:
-            info = _recording(store, spec, s, talk)
-        if quick:
-            talk.tell(quick)
-        with dask_workers(s.workers), pair.torch_threads():
-            if info is not None:
-                tuned = tune_recording(store, pair, info.id, options, progress=talk.progress)
-            else:
-                assert workload is not None
-                tuned = tune_workload(store, pair, workload, options, progress=talk.progress)
-        page, failed = page_of(store, tuned.study, s.db, s.report, talk.tell)
+    s = checked(s, talk)
+    with open_store(s, create=bench_of(s) != "engine") as store:
+        return tune_in(store, s, talk)
+
+
+def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = None) -> Result:
+    """Tunes as settings that are :func:`checked` say, in a store; on an engine without ``serve`` it
+    searches alone."""
+    ready = {"native": on_decoder, "engine": on_engine, "server": on_server}[bench_of(s)]
+    with ready(store, s, talk, account or Account()) as (bench, place, options, restart):
+        if isinstance(bench, LoadBench) and bench.start is None:
+            result = under_load.search_result(bench.search, talk)
+            why = "predicted alone; --serve proves and publishes"
+            data = {**result.data, "published": None, "reason": why}
+            text = result.text + under_load.next_of(bench.search.trial.policy, place, s)
+            return replace(result, text=text, data=data)
+        tuned = run_tuning(store, bench, place, options, progress=talk.progress)
+    if isinstance(bench, LoadBench):
+        note_missing_panoramas(bench.info, len(bench.trace.order), talk)
+    page, failed = page_of(store, tuned.study, s.db, s.report, talk.tell)
     result = tuning_result(tuned)
-    data = {**result.data, "heads": pair.hidden_states, "report": page}
-    where = f"in deployment {s.deployment}, for pair {pair.spec.name} on {pair.device_name}"
-    text = f"{result.text}\n{closing(data, where, _next(data, s))}"
-    return replace(result, text=text, data=data, failed=failed)
+    data = {**result.data, "report": page}
+    lines, tables = [result.text], list(result.tables)
+    if isinstance(bench, LoadBench):
+        searched = under_load.search_result(bench.search, talk, restart)
+        data = {**searched.data, **data, "kind": "executed", "url": s.url}
+        lines, tables = [searched.text, *lines], [*searched.tables, *tables]
+        tail = under_load.restart_in_words(bench, tuned)
+    else:
+        assert isinstance(bench, PairBench)
+        data["heads"], tail = bench.pair.hidden_states, ""
+    where = f"in deployment {place.deployment} on {place.device}"
+    lines.append(closing(data, where, _hints(data, place, s)) + tail)
+    return Result("\n".join(lines), data, result.rows, tables, failed=failed)
 
 
-def _recording(store: TraceStore, spec: PairSpec, s: Tune, talk: Talk) -> Recording:
-    """The recording to tune on. Raises TraceError for another pair's."""
-    name = s.recording or ""
-    if s.since is not None:
-        key = f"tune since {s.since.isoformat()}"
-        name = gather(
-            store, spec.id, store.clock() - s.since, s.requests.limit, key=key, tell=talk.tell
+# ------------------------------------------------------------------------------------- the benches
+
+
+@contextmanager
+def on_decoder(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iterator[Ready]:
+    """The native decoder, over a workload, a recording, or a sample of what was recorded."""
+    spec = pair_of(s, store, s.recording)
+    workload, name = None, None
+    if s.recording is None and s.since is None:
+        workload = read_workload(s, spec, talk)
+        check_workload_size(workload, publish=s.publish)  # before the pair is loaded
+    options = TuneOptions.of(s, fresh=s.fresh, **account.options(s, talk))
+    pair = account.load(s, spec, talk)
+    if workload is not None:
+        workload = fit_to(pair, workload, options.options, s, talk)
+    else:
+        name = _recorded(store, spec, s, talk, account).id
+    with dask_workers(s.workers), pair.torch_threads():
+        how: dict[str, Any] = {"progress": talk.progress, "clock": account.clock}
+        bench = native_bench(store, pair, workload or name or "", options, **how)
+        yield Ready(bench, native_place(store, pair, s.deployment), bench.options)
+
+
+@contextmanager
+def on_engine(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iterator[Ready]:
+    """What an engine recorded, on servers of its own that are started to execute (``serve``)."""
+    spec = pair_of(s) if names_pair(s) and s.typed("pair", "target", "drafts") else None
+    if s.since is None:
+        info = recording_meant(s, store, s.recording or "latest", s.engine)
+    else:
+        of = spec or pair_of(s, store, recording_meant(s, store, "latest", s.engine).id)
+        info = _recorded(store, of, s, talk, account, s.engine)
+    if s.serve and spec is None:
+        spec = pair_of(s, store, info.id)
+    if spec is not None:
+        info = recording_named(store, info.id, pair=spec)
+    limit: dict[str, Any] = {"limit": s.requests.limit, "unit": s.load.unit, "tell": talk.tell}
+    objective = objective_of(s.load)
+    simulated = engine_bench(store, info, [], s.load.arrivals or "recorded", objective, **limit)
+    note_missing_panoramas(info, len(simulated.trace.order), talk)
+    how: dict[str, Any] = {"seed": s.search.seed, "progress": talk.progress}
+    if s.serve and spec is not None:
+        quiet_transformers(talk)
+        how["start"] = starting(info.engine, spec, s.threads)
+    bench = LoadBench.of(simulated, store, **how)
+    place = place_of(store, info, deployment_for(s, info.engine))
+    yield Ready(bench, place, _prove_options(s, talk, account))
+
+
+@contextmanager
+def on_server(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iterator[Ready]:
+    """A vLLM server that runs: what it served is taken, or requests are sent to it. What was in
+    force before is put back, also after Ctrl-C."""
+    quiet_transformers(talk)
+    recording = s.recording and recording_meant(s, store, s.recording, VLLM.name).id
+    pair = pair_of(s, store, recording) if recording or names_pair(s) else None
+    with connect(store, s.url or "", s.folder or "", pair) as server:
+        talk.tell(
+            f"{server.url}: vLLM {server.version}, {server.spec.target}, draft "
+            f"{server.draft}, at most {server.wanted.most} tokens (loaded at 0 tokens, too)"
         )
-    info = recording_of(store, name, spec)
+        sent = s.recording is None and s.since is None
+        if sent:
+            info = _send(store, server, s, talk)
+        else:
+            info = _recorded(store, server.spec, s, talk, account, VLLM.name)
+        with dask_workers(s.workers):
+            models = partial(account.load, s, server.spec, talk, drafts=[server.draft])
+            record_draft(store, server, info, models, progress=talk.progress)
+        if sent:
+            store.finish_recording(info.id)
+        clients = [n for n in CLIENTS if n <= server.wanted.max_num_seqs]
+        loads = f"clients:{','.join(map(str, clients))}" if sent else "recorded"
+        bench = server_bench(
+            store,
+            server,
+            info,
+            s.load.arrivals or loads,
+            objective_of(s.load),
+            fresh=s.fresh,
+            seed=s.search.seed,
+            progress=talk.progress,
+            limit=None if sent else s.requests.limit,
+            unit=s.load.unit,
+            tell=talk.tell,
+        )
+        place = place_of(store, info, deployment_for(s, VLLM.name), server.policy)
+        alone = vllm_line({}, server.spec.target)
+        folder = shlex.quote(os.path.abspath(server.folder))
+        restart = f"SPECTUNE_FOLDER={folder} {alone} --scheduler-cls {SCHEDULER}"
+        yield Ready(bench, place, _prove_options(s, talk, account), restart)
+
+
+def _prove_options(s: Tune, talk: Talk, account: Account) -> ProveOptions:
+    return ProveOptions(budget_s=s.race.budget, **account.options(s, talk))
+
+
+def _recorded(
+    store: TraceStore,
+    spec: PairSpec,
+    s: Tune,
+    talk: Talk,
+    account: Account,
+    engine: str | None = None,
+) -> Recording:
+    """The recording of a pair that is named, or a new one of what was decoded ``since``."""
+    if s.since is None:
+        info = recording_named(store, s.recording or "latest", pair=spec, engine=engine)
+    else:
+        how: dict[str, Any] = {"key": account.key, "engine": engine, "tell": talk.tell}
+        info = sample_since(store, spec.id, s.since, s.requests.limit, **how)
     if info.state != "complete" and info.workload_id is not None:
         talk.tell(
             f"recording {info.id} was never finished: tuning on the {info.n_requests} requests it "
@@ -105,42 +245,36 @@ def _recording(store: TraceStore, spec: PairSpec, s: Tune, talk: Talk) -> Record
     return info
 
 
-def _be_quick(s: Tune) -> tuple[Tune, str]:
-    """The settings with :data:`QUICK` where nothing was said; a line on what that leaves out."""
-    groups = {
-        group: getattr(s, group).model_copy(
-            update={k: v for k, v in values.items() if f"{group}.{k}" not in s.sources}
-        )
-        for group, values in QUICK.items()
-    }
-    s = s.model_copy(update=groups)
-    trees = ""
-    if not s.trees.width:
-        trees = "; draft trees are not tried"
-    on = "what is recorded"
-    if not (s.recording or s.since):
-        on = f"at most {s.requests.limit} requests of at most {s.sampling.max_new_tokens} tokens"
-    return s, (
-        f"quick: {on}, {s.search.trials} trials, a race of {s.race.budget:g}s{trees} (`tune` "
-        "without --quick tries all)"
-    )
+def _send(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Recording:
+    """Sends the workload, by as many clients as the loads have at most, under what is in force."""
+    options = DecodeOptions.of(s.sampling)
+    check_options(VLLM, options)
+    workload = read_workload(s, server.spec, talk)
+    check_workload_size(workload, publish=s.publish)
+    codec = load_codec(server.spec)
+    drafts = [server.draft] if server.draft in server.spec.drafts else []
+    workload = fit_to(codec, workload, options, s, talk, drafts)
+    prompts = prompts_of(codec, workload, options)
+    clients = min(max(CLIENTS), server.wanted.max_num_seqs)
+    request = (workload, prompts, server.policy, Load(clients), options)
+    return record_on(store, server.spec, server, *request, fresh=s.fresh, progress=talk.progress)
 
 
-def _next(data: dict[str, Any], s: Tune) -> list[tuple[str, str]]:
+def _hints(data: dict[str, Any], place: Place, s: Tune) -> list[tuple[str, str]]:
     """What to type after a tuning, with the options that name the same place, and what it is
     for."""
-    winner, page = data["winner"]["id"], data["report"]
+    winner, page, native = data["winner"]["id"], data["report"], place.engine == "native"
+    there = "" if native else f" --deployment {place.deployment} --device {place.device}"
+    carried = ("pair", "deployment") if native else ("pair",)
     hints = [(f"policies show {winner}", "the policy, key by key")]
     if data["published"]:
-        hints = [
-            ("policies show active", "the published policy, and its evidence"),
-            ("run --policy active", "decodes with what is published"),
-        ]
+        hints = [(f"policies show active{there}", "the published policy, and its evidence")]
+        if native:
+            hints.append(("run --policy active", "decodes with what is published"))
     elif winner != data["baselines"]["incumbent"]["id"] and not data["blocked"]:
-        hints.append((f"policies activate {winner}", "publishes the winner"))
-    hints = [(next_command(s, words, "pair", "deployment"), why) for words, why in hints]
+        hints.append((f"policies activate {winner}{there}", "publishes the winner"))
+    hints = [(next_command(s, words, *carried), why) for words, why in hints]
     if page is not None:
-        hints.append(
-            (page, "predicted against measured, the race, latency, what was tried: open it")
-        )
+        shown = "predicted against measured, the race, latency, what was tried: open it"
+        hints.append((page, shown))
     return hints

@@ -1,25 +1,94 @@
-"""`schedule run`: a worker."""
+"""`schedule run`: a worker. Each of its jobs is a `tune` with the settings that a schedule stores,
+published under the slot's key."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import Talk, open_store
+from spectune.optimizer.commands.tune import Account, tune_in
 from spectune.optimizer.schedule import run_worker
-from spectune.optimizer.schedule.tuning import tuning_job
-from spectune.settings import ScheduleRun
+from spectune.optimizer.schedule.store import Job
+from spectune.optimizer.schedule.worker import Run
+from spectune.options import from_document
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.pair import PairSpec
+from spectune.runtime.progress import Progress, silent
+from spectune.settings import ScheduleRun, Tune
+from spectune.traces.store import TraceStore
 
 
 def run(s: ScheduleRun, talk: Talk) -> Result:
     with open_store(s, create=True) as store:
         quiet_transformers(talk)
-
-        def page(study: str) -> str | None:
-            return page_of(store, study, s.db, None, talk.tell)[0]
-
-        job = tuning_job(store, progress=talk.progress, page=page, tell=talk.tell)
+        job = tuning_job(store, db=s.db, progress=talk.progress, tell=talk.tell)
         outcomes = run_worker(store.database, job, once=s.once, poll_s=s.poll, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
     # With --once somebody asks how it went: cron, systemd.
     return Result(text, outcomes, exit_code=1 if s.once and outcomes["failed"] else 0)
+
+
+def tuning_job(
+    store: TraceStore,
+    *,
+    db: str | None = None,
+    load: Callable[..., LoadedPair] = load_models,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """Returns a job function for workers, which does the `tune` that a schedule's settings say,
+    under the slot's idempotency key and the job's lease.
+
+    Texts and costs that an earlier attempt or slot recorded are used again as `tune` uses them, and
+    an attempt after the publication only reports it. Loaded pairs stay in memory from job to job.
+    The result holds the winner, the version published (None if the incumbent stays), why, and
+    ``report``: the path of the page, which is written beside the database ``db`` (None: no page).
+    ``tell`` is called with what a user should know; ``clock`` times what the native decoder
+    executes.
+    """
+    pairs: dict[tuple[object, ...], LoadedPair] = {}
+
+    def loaded(s: Tune, spec: PairSpec, talk: Talk, **how: Any) -> LoadedPair:
+        key = (spec.id, s.device, s.dtype, s.threads, *map(str, how.values()))
+        if key not in pairs:
+            pairs[key] = load(s, spec, talk, **how)
+        return pairs[key]
+
+    def run(job: Job) -> Mapping[str, Any]:
+        settings = from_document(Tune, job.settings, f"schedule {job.name}")
+        where = {"report": "none"} if db is None else {"db": db}
+        settings = settings.model_copy(update=where)
+        publication = store.published_under(job.idempotency_key)
+        if publication is not None and "winner" in publication.evidence:
+            evidence = publication.evidence
+            page, _ = page_of(store, evidence["study"], settings.db, settings.report, tell)
+            return _result({**evidence, "published": {"version": publication.version}}, page)
+
+        def step(phase: str, done: int, total: int) -> None:
+            job.check()
+            progress(f"{job.name}: {phase}", done, total)
+
+        talk = Talk(tell=lambda line: tell(f"{job.name}: {line}"), progress=step)
+        key = job.idempotency_key
+        account = Account("schedule", key, job.check, loaded, clock)
+        data = tune_in(store, settings, talk, account).data
+        return _result(data, data["report"])
+
+    return run
+
+
+def _result(data: Mapping[str, Any], page: str | None) -> dict[str, Any]:
+    return {
+        "winner": data["winner"]["policy"],
+        "label": data["winner"]["label"],
+        "published": data["published"] and data["published"]["version"],
+        **{name: data[name] for name in ("reason", "recording", "study")},
+        "report": page,
+    }

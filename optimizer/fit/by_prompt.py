@@ -22,7 +22,6 @@ from sklearn.preprocessing import StandardScaler
 
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.shared import StoredFit, keep
-from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.search import search
 from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.replay import run_replay
@@ -30,6 +29,7 @@ from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import Space
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.optimizer.tuning.timings import Timings, finite
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.perplexity import log_perplexity
@@ -68,7 +68,7 @@ def fit_recorded(
     none is one) to a recording of this pair; ``profile``: the id of a stored one, by default the
     latest of the pair and its device. Raises PolicyError and TraceError for what is lacking.
     """
-    info = recording_of(store, recording, pair.spec)
+    info = recording_named(store, recording, pair=pair.spec)
     if info.engine != "native":
         raise TraceError(
             f"recording {info.id} is of {info.engine}, which follows no policy by prompt; "

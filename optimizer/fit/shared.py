@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from spectune.optimizer.inputs import recording_of
 from spectune.optimizer.tuning.parts import recorded_parts
+from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
@@ -51,7 +51,7 @@ def keep(
 def texts_to_fit(store: TraceStore, recording: str, spec: PairSpec) -> list[Trajectory]:
     """The texts of a recording that fits read; no search judges by them. Raises TraceError for a
     recording of another pair or without such texts."""
-    info = recording_of(store, recording, spec)
+    info = recording_named(store, recording, pair=spec)
     requests = store.load(info.id, [], skip_corrupted=True).requests
     parts = recorded_parts(store, info.id, [r.ordinal for r in requests])
     if not parts.fit:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from spectune.optimizer.execute import Executor, encode_recorded
-from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.bench import PartName, Prediction
+from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
@@ -20,14 +19,9 @@ from spectune.traces.conversations import Index
 from spectune.traces.tables import LatencyProfile
 
 
-class NativeBench:
+class NativeBench(Bench):
     """Replays policies on the parts of a recorded trace, and decodes its requests again under
     them."""
-
-    by_size = True
-    block = 4
-    unit = "requests"
-    gain = AS_FAST
 
     def __init__(
         self,
@@ -37,11 +31,10 @@ class NativeBench:
         profile: LatencyProfile,
         artifacts: Artifacts | None = None,
         *,
-        spread: float = 0.02,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pair, self.trace, self.parts = pair, trace, parts
-        self.profile, self.artifacts, self.spread, self._clock = profile, artifacts, spread, clock
+        self.profile, self.artifacts, self.clock = profile, artifacts, clock
 
     @cached_property
     def _traces(self) -> dict[str, ReplayTrace]:
@@ -69,8 +62,5 @@ class NativeBench:
             encode_recorded(self.pair, texts),
             profile=self.profile,
             artifacts=self.artifacts,
-            clock=self._clock,
+            clock=self.clock,
         )
-
-    def group(self, policy: Policy) -> str:
-        return policy.id

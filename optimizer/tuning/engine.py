@@ -24,7 +24,7 @@ from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engin
 from spectune.optimizer.simulate.served_rounds import differing_rounds
 from spectune.optimizer.simulate.serving import Simulated, serve
 from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.tuning.bench import PartName, Prediction
+from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.runtime.policies.document import FixedWindow, Policy
@@ -47,7 +47,7 @@ LEAST_SPREAD: Final = 0.02
 
 
 @dataclass(frozen=True)
-class EngineBench:
+class EngineBench(Bench):
     """What an engine recorded, by which policies are simulated under ``loads``: its ``rules``, what
     its steps cost, its texts, from their second token on, and their ``parts``. Each load serves
     ``count`` requests, or as many as arrive, from the first text again where there are fewer; of a
@@ -101,7 +101,7 @@ class EngineBench:
         if self.loaded is not None and policy.speculates and policy.draft != self.loaded:
             raise PolicyError(f"the server has loaded {self.loaded!r}, not {policy.draft!r}")
 
-    def texts(self, part: PartName, unit: int) -> list[int]:
+    def unit_texts(self, part: PartName, unit: int) -> list[int]:
         """The numbers of a unit's texts, whole conversations. Those searched on are one unit."""
         numbers, units = self._places(part), self.units(part)
         return [text for text, place in numbers.items() if place % units == unit]
@@ -129,7 +129,7 @@ class EngineBench:
     def _traces(self) -> dict[str, list[ReplayTrace]]:
         names: tuple[PartName, ...] = ("search", "race", "confirm")
         return {
-            part: [self.trace.select(self.texts(part, n)) for n in range(self.units(part))]
+            part: [self.trace.select(self.unit_texts(part, n)) for n in range(self.units(part))]
             for part in names
         }
 
@@ -235,7 +235,7 @@ class EngineExecution:
     def __call__(self, policy_id: str, unit: int) -> float:
         """Raises EngineError where the engine fails, PairError where it cannot load the draft."""
         bench, policy = self.bench, self.policies[policy_id]
-        texts = [bench.recorded[n] for n in bench.texts(self.part, unit)]
+        texts = [bench.recorded[n] for n in bench.unit_texts(self.part, unit)]
         options = DecodeOptions(bench.info.sampling, max(t.max_new_tokens for t in texts))
         served = {}
         for name, load in bench.loads.items():

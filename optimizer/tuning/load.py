@@ -1,38 +1,105 @@
-"""Tuning under a load: search in simulation, race, confirm on texts held out, publish. All but the
-search is as the native decoder's tuning does it (:mod:`optimizer.tuning.pipeline`), on an
-:class:`optimizer.tuning.engine.EngineBench`."""
+"""An engine under a load as what is tuned: search in simulation; race and confirmation are executed
+on servers that are started for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
 
 from spectune.engines.protocol import Running, Wanted
 from spectune.engines.start import start
-from spectune.optimizer.deployment import Place, tuned_for
-from spectune.optimizer.inputs import in_force
-from spectune.optimizer.report.evidence import put_evidence
-from spectune.optimizer.report.words import sampling_in_words
-from spectune.optimizer.tuning.confirm import check_sample_size
+from spectune.optimizer.deployment import Place
+from spectune.optimizer.tuning.bench import Proposals, Texts, Tunable
 from spectune.optimizer.tuning.engine import EngineBench, LoadOutcome
 from spectune.optimizer.tuning.load_search import LoadStudy, Trial
-from spectune.optimizer.tuning.pipeline import (
-    ProveOptions,
-    Raced,
-    conclude,
-    confirm_winner,
-    run_race,
-)
-from spectune.optimizer.tuning.tuned import Tuned
+from spectune.optimizer.tuning.pipeline import Raced
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.traces.errors import TraceError
-from spectune.traces.sanity import checked
 from spectune.traces.store import TraceStore
-from spectune.traces.store.confirmations import count_confirmation
-from spectune.traces.tables import DESIGNED, Recording
+from spectune.traces.tables import Recording
+
+
+@dataclass(frozen=True)
+class LoadBench(EngineBench, Tunable):
+    """An engine's recording as what is tuned. :attr:`search` is made once, when it is first asked
+    for."""
+
+    store: TraceStore | None = None
+    seed: int = 0
+    progress: Progress = silent
+
+    @classmethod
+    def of(cls, bench: EngineBench, store: TraceStore, **about: Any) -> Self:
+        """A bench, with its store, and further fields."""
+        fields_of = {field.name: getattr(bench, field.name) for field in fields(bench)}
+        return cls(**{**fields_of, "store": store, **about})
+
+    @cached_property
+    def texts(self) -> Texts:
+        conversations = self.trace.conversations
+        return Texts(self.info, self.recorded, self.ordinals, conversations, self.parts)
+
+    @cached_property
+    def search(self) -> LoadSearch:
+        """Draft tokens by batch size, searched and stored. Raises PolicyError where no step that
+        drafts was recorded."""
+        assert self.store is not None
+        with self.timed("search"):
+            study = LoadStudy(self, seed=self.seed, progress=self.progress)
+            trial = study.run()
+        ranked = sorted(study.trials.values(), key=lambda one: -one.value)
+        document = {
+            "recording": self.info.id,
+            "engine": self.engine.name,
+            "load": list(self.loads),
+            "objective": self.objective.kind,
+            "requests": list(self.parts.search),
+            "trials": len(ranked),
+            "proposed": trial.policy.label(),
+        }
+        name = self.store.put_study(
+            self.info.pair_id,
+            sampler="TPE",
+            seed=self.seed,
+            document=document,
+            trials=[one.to_json() for one in ranked],
+            recording_id=self.info.id,
+        )
+        return LoadSearch(self, study, trial, name)
+
+    def propose(self, incumbent: Policy) -> Proposals:
+        return self.search.proposals
+
+    def beside(self, raced: Raced, budget_s: float, progress: Progress) -> Mapping[str, Any]:
+        """What was predicted and measured by load; each candidate's runs are stored."""
+        assert self.store is not None
+        for candidate in {c.policy.id: c for c in raced.candidates}.values():
+            policy = candidate.policy
+            self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
+            self.store.put_run(
+                self.info.pair_id,
+                policy.id,
+                candidate.executed,
+                device=device_of(self.info),
+                dtype=str(self.info.options.get("dtype", "")),
+                purpose=f"tune {self.search.study_id} under {', '.join(self.loads)}",
+            )
+        return {"executed": by_load(self, raced)}
+
+    def head(self) -> dict[str, Any]:
+        assert self.store is not None
+        info = self.info
+        return {
+            "pair": f"{self.store.get_pair(info.pair_id).name} ({info.pair_id})",
+            "dtype": str(info.options.get("dtype", "")),
+            "engine": f"{self.engine.title} {info.options.get('engine_version', '')}".strip(),
+            "load": ", ".join(self.loads),
+            "objective": self.objective.kind,
+        }
 
 
 @dataclass(frozen=True)
@@ -40,10 +107,26 @@ class LoadSearch:
     """What a search under load proposes (``trial``), its ``study`` and the id that it is stored
     under."""
 
-    bench: EngineBench
+    bench: LoadBench
     study: LoadStudy
     trial: Trial
     study_id: str
+
+    @property
+    def proposals(self) -> Proposals:
+        """What is proposed and the best constant of each load, beside a server without a draft and
+        one that has the draft loaded and drafts 0 tokens. On a server that runs these two are
+        one."""
+        best = [self.study.best_constant(name).policy for name in self.bench.loads]
+        proposed = [self.trial.policy, *best]
+        idle = self.study.idle(self.trial.policy.draft)
+        if self.bench.loaded is not None:
+            proposed = [policy if policy.speculates else AUTOREGRESSIVE for policy in proposed]
+            idle = None
+        baselines = {"autoregressive": AUTOREGRESSIVE}
+        baselines |= {"draft loaded, 0 tokens": idle.policy} if idle else {}
+        policies = {policy.id: policy for policy in proposed}
+        return Proposals([*policies.values()], baselines, self.study_id, len(self.study.trials))
 
     @property
     def contexts(self) -> dict[str, Any] | None:
@@ -98,106 +181,6 @@ def about_bench(bench: EngineBench) -> dict[str, Any]:
     }
 
 
-def search_load(
-    store: TraceStore, bench: EngineBench, *, seed: int = 0, progress: Progress = silent
-) -> LoadSearch:
-    """Searches draft tokens by batch size, and stores the study. Raises PolicyError where no step
-    that drafts was recorded."""
-    study = LoadStudy(bench, seed=seed, progress=progress)
-    trial = study.run()
-    ranked = sorted(study.trials.values(), key=lambda one: -one.value)
-    document = {
-        "recording": bench.info.id,
-        "engine": bench.engine.name,
-        "load": list(bench.loads),
-        "objective": bench.objective.kind,
-        "requests": list(bench.parts.search),
-        "trials": len(ranked),
-        "proposed": trial.policy.label(),
-    }
-    study_id = store.put_study(
-        bench.info.pair_id,
-        sampler="TPE",
-        seed=seed,
-        document=document,
-        trials=[one.to_json() for one in ranked],
-        recording_id=bench.info.id,
-    )
-    return LoadSearch(bench, study, trial, study_id)
-
-
-def roles_of(search: LoadSearch, incumbent: Policy) -> dict[str, Policy]:
-    """Who is executed, by role: what the search proposes, the best constant of each load, a server
-    without a draft, one that has the draft loaded and drafts 0 tokens, and what is in force. On a
-    server that runs these two are one."""
-    best = [search.study.best_constant(name).policy for name in search.bench.loads]
-    proposals = [search.trial.policy, *best]
-    idle = search.study.idle(search.trial.policy.draft)
-    if search.bench.loaded is not None:
-        proposals = [policy if policy.speculates else AUTOREGRESSIVE for policy in proposals]
-        idle = None
-    policies = {policy.id: policy for policy in proposals}
-    roles = {f"finalist {n}": policy for n, policy in enumerate(policies.values(), 1)}
-    roles |= {"draft loaded, 0 tokens": idle.policy} if idle else {}
-    return {"incumbent": incumbent, "autoregressive": AUTOREGRESSIVE, **roles}
-
-
-def prove_load(
-    store: TraceStore,
-    search: LoadSearch,
-    place: Place,
-    options: ProveOptions,
-    *,
-    progress: Progress = silent,
-) -> tuple[Tuned, dict[str, Any]]:
-    """Executes what a search proposes beside the best constants, no speculation and what is in
-    force, within about the budget, and publishes what is confirmed to be better than that on texts
-    that neither search nor race has used. Also returns the figures by load of each candidate.
-
-    Raises TraceError where there are too few texts, PairError or EngineError where the engine
-    cannot start, EngineError where it fails."""
-    bench, info = search.bench, search.bench.info
-    categories = [text.category for text in bench.trace.trajectories]
-    of = bench.trace.conversations
-    check_sample_size(categories, publish=options.publish, parts=bench.parts, of=of)
-    workload = checked(bench.recorded)
-    for line in workload.lines():
-        options.tell(line)
-    otherwise = "what the server drafts is the incumbent"
-    if place.serves is None:
-        otherwise = "no speculation is the incumbent"
-    incumbent, unusable = in_force(place.over, bench.check, otherwise)
-    if place.serves is not None and (place.over is None or unusable):
-        incumbent = place.serves
-    raced = run_race(bench, roles_of(search, incumbent), incumbent, options, progress=progress)
-    confirmed, texts = confirm_winner(bench, raced, options, progress=progress)
-    earlier = 0
-    if confirmed is not None:
-        held = [bench.ordinals[text] for text in bench.parts.confirm]
-        earlier = count_confirmation(store, info.id, held)
-    figures = by_load(bench, raced)
-    tuned = conclude(
-        store,
-        info.pair_id,
-        raced,
-        confirmed,
-        place,
-        options,
-        sampling=tuned_for(info.sampling, bench.trace.trajectories[0].verifier),
-        unusable=unusable,
-        evidence={"loads": figures},
-        recording=info.id,
-        study=search.study_id,
-        texts=texts,
-        search_requests=len(bench.parts.search),
-        trials=len(search.study.trials),
-        earlier_confirmations=earlier,
-        workload=workload,
-    )
-    _store_runs(store, bench, raced, place, tuned)
-    return tuned, {"executed": figures}
-
-
 def by_load(bench: EngineBench, raced: Raced) -> list[dict[str, Any]]:
     """Of each candidate what was predicted and measured of each load in the race."""
     rows = []
@@ -214,60 +197,25 @@ def by_load(bench: EngineBench, raced: Raced) -> list[dict[str, Any]]:
     return rows
 
 
-def _store_runs(
-    store: TraceStore, bench: EngineBench, raced: Raced, place: Place, tuned: Tuned
-) -> None:
-    """Stores each candidate's runs, and what the page of the study draws."""
-    info, text = bench.info, bench.trace.trajectories[0]
-    dtype, load = str(info.options.get("dtype", "")), ", ".join(bench.loads)
-    for candidate in {c.policy.id: c for c in raced.candidates}.values():
-        policy = candidate.policy
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
-        store.put_run(
-            info.pair_id,
-            policy.id,
-            candidate.executed,
-            device=place.device,
-            dtype=dtype,
-            purpose=f"tune {tuned.study} under {load}",
-        )
-    about = {
-        "pair": f"{store.get_pair(info.pair_id).name} ({info.pair_id})",
-        "device": place.device,
-        "dtype": dtype,
-        "engine": f"{bench.engine.title} {info.options.get('engine_version', '')}".strip(),
-        "load": load,
-        "objective": bench.objective.kind,
-        "deployment": place.deployment,
-        "sampling": sampling_in_words(text.sampling),
-    }
-    put_evidence(store, info.pair_id, tuned, {"rounds": []}, about)
+def device_of(info: Recording) -> str:
+    """The device that was recorded, else this machine's."""
+    return info.device_name or ("cuda" if sees_cuda() else "cpu")
 
 
-def latest_traffic(store: TraceStore, engine: str, pair_id: str | None = None) -> Recording:
-    """The latest recording of what an engine served. Raises TraceError where it has none."""
-    traffic = (i for i in store.list_recordings(pair_id) if i.source != DESIGNED)
-    latest = next((i for i in traffic if i.engine == engine and i.n_requests), None)
-    if latest is None:
-        raise TraceError(
-            f"--engine {engine}: nothing that it served was recorded yet; docs/engines.md says how"
-        )
-    return latest
-
-
-def place_of(store: TraceStore, info: Recording, deployment: str) -> Place:
-    """Where a policy for the engine of a recording is put in force: on the device that was
-    recorded, else on this machine's."""
-    device = info.device_name or ("cuda" if sees_cuda() else "cpu")
+def place_of(
+    store: TraceStore, info: Recording, deployment: str, serves: Policy | None = None
+) -> Place:
+    """Where a policy for the engine of a recording is put in force. ``serves``: what a server that
+    runs drafts now; None: not known."""
+    device = device_of(info)
     over = store.active_publication(info.pair_id, device, deployment)
-    return Place(device, deployment, over, engine=info.engine)
+    return Place(device, deployment, over, serves, info.engine)
 
 
-def with_servers(search: LoadSearch, spec: PairSpec, threads: int | None) -> LoadSearch:
-    """A search whose bench starts servers of a pair."""
-    name = search.bench.engine.name
+def starting(engine: str, spec: PairSpec, threads: int | None) -> Callable[[Wanted], Running]:
+    """A function that starts servers of a pair."""
 
     def started(server: Wanted) -> Running:
-        return start(name, spec, replace(server, threads=threads))
+        return start(engine, spec, replace(server, threads=threads))
 
-    return replace(search, bench=replace(search.bench, start=started))
+    return started

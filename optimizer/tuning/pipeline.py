@@ -1,25 +1,27 @@
-"""What a bench proves of policies that a search proposes: a race chooses one, a confirmation
-measures that one against what is in force, and what is confirmed is published."""
+"""The one tuning: a bench proposes policies, a race chooses one, a confirmation measures that one
+against what is in force, and what is confirmed is published (:func:`tune`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from sqlalchemy.orm import Session
 
 from spectune.db.errors import StaleVersionError
-from spectune.optimizer.deployment import Place, refusal
+from spectune.optimizer.deployment import Place, other_sampling, refusal, sampling_of
+from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import common_factor
-from spectune.optimizer.report.words import confirmed_in_words, counted
-from spectune.optimizer.tuning.bench import Bench, Prediction
+from spectune.optimizer.report.evidence import put_evidence
+from spectune.optimizer.report.words import confirmed_in_words, counted, sampling_in_words
+from spectune.optimizer.tuning.bench import Bench, Prediction, Texts, Tunable
 from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
     Confirmation,
     Spread,
+    check_sample_size,
     confirm,
     left_s,
     planned,
@@ -28,11 +30,13 @@ from spectune.optimizer.tuning.confirm import (
 )
 from spectune.optimizer.tuning.race import PASSES, Comparison, fastest_of, race
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.tuned import Candidate, Tuned
+from spectune.optimizer.tuning.tuned import Candidate, Tuned, is_finalist
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.sanity import checked
 from spectune.traces.store import TraceStore
+from spectune.traces.store.confirmations import count_confirmation
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,6 @@ def run_race(
     options: ProveOptions,
     *,
     passes: int = PASSES,
-    clock: Callable[[], float] = time.perf_counter,
     progress: Progress = silent,
 ) -> Raced:
     """Races policies, by role, on the bench's race part, in its share of the budget, and chooses by
@@ -95,18 +98,18 @@ def run_race(
             predictions[name] = bench.predict(policy, "race")
         except (PolicyError, TraceError) as error:
             options.tell(f"{policy.label()} is raced without a prediction: {error}")
-    began = clock()
+    began = bench.clock()
     comparison = race(
         bench,
         list(policies.values()),
         predictions,
-        baselines={p.id for role, p in roles.items() if not role.startswith("finalist")},
+        baselines={p.id for role, p in roles.items() if not is_finalist(role)},
         passes=passes,
         budget_s=options.budget_s * RACE_SHARE,
-        clock=clock,
+        clock=bench.clock,
         progress=lambda done, total: progress("execute", done, total),
     )
-    seconds, timings = clock() - began, comparison.timings
+    seconds, timings = bench.clock() - began, comparison.timings
     leader = timings.leader(comparison.survivors)
     candidates = {
         role: Candidate(
@@ -207,27 +210,49 @@ def decide(raced: Raced, confirmed: Confirmation | None, stays: str) -> Decision
     return Decision(winner, reason, True)
 
 
-def conclude(
+def tune(
     store: TraceStore,
-    pair_id: str,
-    raced: Raced,
-    confirmed: Confirmation | None,
+    bench: Tunable,
     place: Place,
     options: ProveOptions,
     *,
-    sampling: Mapping[str, Any] | None,
-    unusable: str = "",
-    doubts: str = "",
-    evidence: Mapping[str, Any] | None = None,
-    **about: Any,
+    progress: Progress = silent,
 ) -> Tuned:
-    """The results, published where the winner is to take the place of what the deployment does and
-    that is still what it was compared with: with its evidence and the ``sampling`` that it was
-    tuned for, once per idempotency key. ``unusable``: why what is in force cannot be the incumbent,
-    if it cannot; ``doubts``: what else is to be said; ``evidence``: what is stored with the
-    publication beside the results; ``about``: further fields of :class:`Tuned`."""
+    """Tunes on the texts of a bench, for a place: proposes, races, confirms, decides, publishes,
+    and stores what the page of the study shows.
+
+    The winner is published only if it beats what the deployment does (``place``) beyond noise on
+    requests that neither search nor race has used. What came into force after ``place`` was read is
+    never replaced: it was not compared. Raises PolicyError or TraceError when nothing can be
+    searched, raced or confirmed, what the bench raises, and what ``options.guard`` raises.
+    """
+    texts = bench.texts
+    of = texts.conversations
+    check_sample_size(texts.categories, publish=options.publish, parts=texts.parts, of=of)
+    for line in checked(texts.trajectories).lines():
+        options.tell(line)
+    first = texts.trajectories[0]
+    line = other_sampling(place.over, first.sampling, first.verifier)
+    if line and options.publish:
+        options.tell(f"warning: {line}")
+    incumbent, unusable = incumbent_of(place, bench)
+    proposals = bench.propose(incumbent)
+    # What cannot be started after all is found at once.
+    roles = {"incumbent": incumbent}
+    roles |= {f"finalist {n}": policy for n, policy in enumerate(proposals.finalists, 1)}
+    roles |= proposals.baselines
+    with bench.timed("execute"):
+        raced = run_race(bench, roles, incumbent, options, progress=progress)
+    with bench.timed("confirm"):
+        confirmed, compared = confirm_winner(bench, raced, options, progress=progress)
+    texts, earlier = bench.texts, 0
+    if confirmed is not None:
+        held = [texts.ordinals[text] for text in texts.parts.confirm]
+        earlier = count_confirmation(store, texts.recording.id, held)
+    with bench.timed("execute"):
+        beside = bench.beside(raced, options.budget_s, progress)
     decision = decide(raced, confirmed, place.stays(unusable))
-    said = unusable, place.reference(unusable), doubts, decision.reason
+    said = unusable, place.reference(unusable), bench.doubts, decision.reason
     tuned = Tuned(
         winner=decision.candidate,
         incumbent=raced.incumbent,
@@ -237,12 +262,50 @@ def conclude(
         common_factor=common_factor(raced.race.timings),
         unit=raced.unit,
         gain=raced.gain,
-        **about,
+        recording=texts.recording.id,
+        profile=bench.profile_id,
+        study=proposals.study,
+        texts=compared,
+        search_requests=len(texts.parts.search),
+        trials=proposals.trials,
+        seconds=bench.seconds,
+        workload=checked(texts.trajectories),
+        earlier_confirmations=earlier,
+        **beside,
     )
-    policy = decision.candidate.policy
-    store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    if not (decision.replaces and options.publish):
-        return tuned
+    for policy in {c.policy.id: c.policy for c in raced.candidates}.values():
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    if decision.replaces and options.publish:
+        tuned = publish(store, tuned, texts, place, options)
+    about = {"deployment": place.deployment, "sampling": sampling_in_words(first.sampling)}
+    head = {**bench.head(), "device": place.device, **about}
+    put_evidence(store, texts.recording.pair_id, tuned, bench.rounds(tuned), head)
+    if tuned.published is not None:
+        bench.put_in_force(tuned.published, options.tell)
+    return tuned
+
+
+def incumbent_of(place: Place, bench: Tunable) -> tuple[Policy, str]:
+    """What there is to beat, and why what is published is not that; empty where it is, or where
+    nothing is published."""
+    serves, over = place.serves or AUTOREGRESSIVE, place.over
+    if over is None:
+        return serves, ""
+    try:
+        policy = published_policy(over)
+        bench.check(policy)
+    except PolicyError as error:
+        why = str(error).removeprefix(f"publication {over.version}: ")
+        return serves, f"publication {over.version} cannot run ({why}), so {place.otherwise}"
+    return policy, ""
+
+
+def publish(
+    store: TraceStore, tuned: Tuned, texts: Texts, place: Place, options: ProveOptions
+) -> Tuned:
+    """The results with the publication of their winner, once per idempotency key, with its evidence
+    and the sampling that it was tuned for; or with why it was not published."""
+    policy, pair_id = tuned.winner.policy, texts.recording.pair_id
     if refused := refusal(place.deployment, policy):
         return replace(tuned, blocked=refused)
     try:
@@ -253,8 +316,8 @@ def conclude(
             deployment=place.deployment,
             expected=place.over.version if place.over else 0,
             actor=options.actor,
-            sampling=sampling,
-            evidence={**tuned.to_json(), **(evidence or {})},
+            sampling=sampling_of(texts.trajectories),
+            evidence=tuned.to_json(),
             reason=tuned.reason,
             idempotency_key=options.idempotency_key,
             guard=options.guard,

@@ -5,9 +5,9 @@ after an error."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,22 +19,18 @@ from spectune.engines.vllm.folder import read_policy
 from spectune.engines.vllm.follow_policy import PolicyWriter, file_of
 from spectune.engines.vllm.locks import database_of
 from spectune.engines.vllm.retrace import Retracer
-from spectune.optimizer.deployment import Place
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.simulate.arrivals import Unit
 from spectune.optimizer.simulate.load import Objective, loads_of
 from spectune.optimizer.simulate.served_costs import costs_of_engine
 from spectune.optimizer.tuning.engine import engine_bench
-from spectune.optimizer.tuning.load import LoadSearch, prove_load, search_load
-from spectune.optimizer.tuning.pipeline import ProveOptions
-from spectune.optimizer.tuning.tuned import Tuned
+from spectune.optimizer.tuning.load import LoadBench
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Recording
+from spectune.traces.tables import Publication, Recording
 
 DESIGN_PROMPTS: Final = 64
 DESIGN_CLIENTS: Final = 8
@@ -63,39 +59,43 @@ def connect(
         yield server
 
 
-def tune_server(
+@dataclass(frozen=True)
+class ServerBench(LoadBench):
+    """A server that runs as what is tuned: what it drafts by itself is put back after race and
+    confirmation, and what is published put in force."""
+
+    server: RunningServer | None = None
+
+    def put_in_force(self, published: Publication, tell: Callable[[str], None]) -> None:
+        assert self.store is not None
+        assert self.server is not None
+        put_published(self.store, self.server, published.deployment, tell)
+
+
+def server_bench(
     store: TraceStore,
     server: RunningServer,
     info: Recording,
     arrivals: str,
     objective: Objective,
-    place: Place,
-    options: ProveOptions,
     *,
-    limit: int | None = None,
-    unit: Unit | None = None,
-    seed: int = 0,
     fresh: bool = False,
+    seed: int = 0,
     progress: Progress = silent,
-) -> tuple[LoadSearch, Tuned, Mapping[str, Any]]:
-    """Searches by what the server recorded (``info``), races and confirms on it, and publishes;
-    also returns the figures by load. With ``fresh`` what steps cost is noted anew. Raises as
-    :func:`engine_bench` and :func:`prove_load` do."""
+    **how: Any,
+) -> ServerBench:
+    """The bench of a server by what it recorded (``info``), under the loads of ``arrivals``. What
+    steps cost is noted where it is not known, with ``fresh`` anew. Raises as :func:`engine_bench`
+    does."""
     if fresh or not _costs_are_known(store, server, info):
         try:
             _note_costs(store, server, info, _clients(arrivals, server), progress)
         finally:
             server.close()  # it drafts as before while policies are searched
-    how: dict[str, Any] = {"limit": limit, "unit": unit, "tell": options.tell}
     bench = engine_bench(store, info, [], arrivals, objective, **how)
     costs = replace(bench.costs, passes={server.draft: bench.costs.passes[server.draft]})
     bench = replace(bench, costs=costs, start=lambda wanted: server, loaded=server.draft)
-    search = search_load(store, bench, seed=seed, progress=progress)
-    place = replace(place, serves=server.policy)
-    tuned, figures = prove_load(store, search, place, options, progress=progress)
-    if tuned.published is not None:
-        put_published(store, server, place.deployment, options.tell)
-    return search, tuned, figures
+    return ServerBench.of(bench, store, server=server, seed=seed, progress=progress)
 
 
 def record_draft(

@@ -25,6 +25,11 @@ def described(policy: Policy) -> dict[str, Any]:
     return {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
 
 
+def is_finalist(role: str) -> bool:
+    """Whether a policy of this role was proposed by the search, and is no baseline."""
+    return role.startswith("finalist")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the
@@ -82,7 +87,8 @@ class Tuned:
     ``common_factor``: :func:`optimizer.profiles.common_factor` of the race.
     ``earlier_confirmations``: on the requests that were held out, by tunings before.
     ``rejection``: the best chain of that verifier, or why it was not tried; None at temperature 0,
-    where it is in use, and on an engine. ``unit``, ``gain``: as the bench has them: a unit need not
+    where it is in use, and on an engine. ``executed``: of an engine what was predicted and measured
+    of each candidate, by load. ``unit``, ``gain``: as the bench has them: a unit need not
     be a request, nor a ratio one of speeds."""
 
     winner: Candidate
@@ -103,6 +109,7 @@ class Tuned:
     common_factor: float = 1.0
     rejection: RejectionChain | NotTried | None = None
     earlier_confirmations: int = 0
+    executed: Sequence[Mapping[str, Any]] = ()
     unit: str = "requests"
     gain: str = AS_FAST
 
@@ -166,7 +173,7 @@ class Tuned:
         """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
         ``published``, and the evidence."""
         winner, factor = self.winner, self.factor
-        baselines = [c for c in self.candidates if not c.role.startswith("finalist")]
+        baselines = [c for c in self.candidates if not is_finalist(c.role)]
         return {
             "winner": described(winner.policy),
             "predicted": winner.predicted and winner.predicted.to_json(),
@@ -193,6 +200,7 @@ class Tuned:
             "texts": self.texts.to_json(),
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
+            "executed": list(self.executed),
         }
 
 
