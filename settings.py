@@ -176,7 +176,7 @@ Deployment = Annotated[str, BeforeValidator(_deployment), Kind("NAME")]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Engine = Literal["native", "vllm", "openvino"]
+Engine = Literal["native", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
 DeviceName = Annotated[str, BeforeValidator(_device_name), Kind("DEVICE")]
 
@@ -629,7 +629,7 @@ class PoliciesExport(Placed):
     example = "policies export active --for vllm"
 
     policy: PolicyName = argument("active", "A file, inline JSON, an id, or active.")
-    for_: Literal["spectune", "vllm", "sglang", "llamacpp"] = setting("spectune", "Whose form.")
+    for_: Literal["spectune", "vllm", "sglang"] = setting("spectune", "Whose form.")
 
 
 class Engines(OnPair):
@@ -768,7 +768,7 @@ class Profile(OnDevice, OnPair):
     that batches, measure what its steps cost, with each draft of the pair and without: its
     recordings tell `simulate --arrivals` and `tune --arrivals` so."""
 
-    example = "profile --pair pair.json --engine openvino --concurrency 8 --gamma-max 6"
+    example = "profile --pair pair.json --engine vllm --concurrency 8 --gamma-max 6"
 
     engine: Engine = setting("native", "What executes (`engines` lists what each can do).")
     concurrency: Count = setting(8, "Measure from 1 to N requests at a time on an engine.")
@@ -796,7 +796,7 @@ class Simulate(InPlace):
     since: Moment | None = setting(None, "All decoded since so long ago (24h), or a moment.")
     limit: Count | None = setting(None, "Only the first N requests.")
     profile: str | None = setting(None, "Latency profile; default: the latest that fits.")
-    engine: Literal["vllm", "openvino"] | None = setting(None, "This engine's latest recording.")
+    engine: Literal["vllm"] | None = setting(None, "This engine's latest recording.")
     device: Device = setting("auto", "Whose profile; default: as recorded.", hidden=True)
     load: Load = group(Load(), "arrivals", "ttft", "tpot")
     per_round: AnyPath | None = setting(None, "Write one JSON line per round.")
@@ -819,7 +819,7 @@ class Tune(InPlace, Decoding):
     )
     recording: str | None = setting(None, "Tune on this recording; latest: the newest.")
     since: Since | None = setting(None, "Tune on a sample of what was decoded since, e.g. 24h.")
-    engine: Literal["vllm", "openvino"] | None = setting(None, "With --arrivals: its recording.")
+    engine: Literal["vllm"] | None = setting(None, "With --arrivals: its recording.")
     load: Load = group(Load(), "arrivals")
     serve: bool = setting(
         False, "With --arrivals: start servers, execute there, and publish.", acts="engine"

@@ -1,20 +1,19 @@
 """Simulated against executed under load, and what the table that a search finds loses to the best
 constant number of tokens.
 
-    python bench/run.py load openvino --trace FILE.csv [--passes 4] [--turns 120] [--quick]
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py load vllm --trace FILE.csv
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py load --trace FILE.csv
+        [--passes 4] [--turns 120] [--quick]
 
-An engine's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
+vLLM's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
 in turn, ``--passes`` times, all in another order each time: 0 to 8 tokens, no draft loaded, and the
 table found for low, middle and high load together, under these loads; some of them also under
 Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference
-traces), both scaled to a part of what the engine can do. Costs are recorded again before each pass,
+traces), both scaled to a part of what vLLM can do. Costs are recorded again before each pass,
 as the pace of a shared machine changes: what is predicted is held against executions of the same
-hour, none of which it was fitted to. Then, in an engine that swaps policies while it serves, the
-table and the constants take turns of a second, and are compared by that alone: passes take minutes,
-in which the pace changes by more than the constants differ. A quarter of ``--turns`` goes to all,
-the rest to those that this does not put behind the table. Figures go to
-``bench/results/load-ENGINE.json``.
+hour, none of which it was fitted to. Then, in one running server, the table and the constants take
+turns of a second, and are compared by that alone: passes take minutes, in which the pace changes by
+more than the constants differ. A quarter of ``--turns`` goes to all, the rest to those that this
+does not put behind the table. Figures go to ``bench/results/load-vllm.json``.
 
 On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1
 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its engine then waits for its worker in a loop that
@@ -50,7 +49,7 @@ from lab import (
     stored,
 )
 
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping, Wanted, numbered
+from spectune.engines.protocol import Answered, Load, Prompt, Swapping, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
@@ -89,12 +88,12 @@ BETWEEN = 2
 
 @dataclass(frozen=True)
 class Bench:
-    """An engine that is running, by the draft that it has loaded; the requests, and where they are
+    """Servers that run, by the draft that they have loaded; the requests, and where they are
     recorded."""
 
     pair: LoadedPair
     store: TraceStore
-    engines: dict[str, Running]
+    engines: dict[str, Swapping]
     prompts: tuple[Prompt, ...]
     options: DecodeOptions
     part: int
@@ -111,8 +110,6 @@ class Bench:
         for draft, running in self.engines.items():
             time.sleep(PAUSE_S)
             serve_design(self.store, self.pair.spec, running, draft, design)
-        if OFF not in self.engines:  # an engine that goes without its draft at 0 tokens
-            serve_design(self.store, self.pair.spec, self.engines[DRAFT], OFF, design)
 
     def run(self, draft: str, policy: Policy, load: Load) -> Served:
         """Executes a policy under a load."""
@@ -156,32 +153,29 @@ def take_turns(
     return found
 
 
-def measured(
-    state: Path, engine: str, trace: str, passes: int, turns: int, *, quick: bool
-) -> dict[str, Any]:
+def measured(state: Path, trace: str, passes: int, turns: int, *, quick: bool) -> dict[str, Any]:
     """Records, searches, executes; the figures."""
     pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
     prompts = prompts_of(pair, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
     longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
-    store = stored(state / f"load-{engine}.db", fresh=True)
+    store = stored(state / "load-vllm.db", fresh=True)
     with ExitStack() as stack:
         engines = {}
-        for draft in (DRAFT, OFF) if engine == "vllm" else (DRAFT,):
-            running = start(engine, pair.spec, Wanted(draft, MOST, SEATS, longest))
+        for draft in (DRAFT, OFF):
+            running = start("vllm", pair.spec, Wanted(draft, MOST, SEATS, longest))
             engines[draft] = stack.enter_context(closing(running))
         bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
         info = bench.record()
         for _ in range(DESIGNS):
             bench.record_costs()
-        return {"engine": engine, **_held(bench, info, trace, passes, turns)}
+        return {"engine": "vllm", **_held(bench, info, trace, passes, turns)}
 
 
 def _held(bench: Bench, info: Recording, trace: str, passes: int, turns: int) -> dict[str, Any]:
     clients = "clients:" + ",".join(map(str, CLIENTS))
     lab = engine_bench(bench.store, info, [], clients, Objective())
-    off, costs = OFF in bench.engines, lab.costs
-    if off:  # the table is of a server that keeps its draft
-        costs = replace(costs, passes={DRAFT: costs.passes[DRAFT]})
+    # The table is of a server that keeps its draft.
+    costs = replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]})
     table = LoadStudy(replace(lab, costs=costs)).run().policy
     plain = lab.simulate(AUTOREGRESSIVE, Load(SEATS)).served
     about = {
@@ -195,8 +189,8 @@ def _held(bench: Bench, info: Recording, trace: str, passes: int, turns: int) ->
         "rate": BUSY * len(plain.tokens) / plain.seconds,
     }
     say(about)
-    loads, policies = _loads(about["rate"], trace, bench.part), _policies(table, off=off)
-    some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off" if off else "K=0"}
+    loads, policies = _loads(about["rate"], trace, bench.part), _policies(table)
+    some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off"}
     rows = [
         {"load": load, "policy": name}
         for load in loads
@@ -230,11 +224,9 @@ def _in_turns(
     policies: dict[str, tuple[str, Policy]],
     turns: int,
 ) -> None:
-    """Executes the table and the constants in turns, in an engine that swaps policies while it
-    serves; their tokens/s are added to their rows (:data:`IN_TURNS`)."""
+    """Executes the table and the constants in turns, in one running server; their tokens/s are
+    added to their rows (:data:`IN_TURNS`)."""
     running = bench.engines[DRAFT]
-    if not isinstance(running, Swapping):
-        return
     everyone = {row["policy"] for row in rows} - {"off"}
     names = dict.fromkeys((f"clients:{n}" for n in CLIENTS), everyone)
     few = max(1, turns // 4)
@@ -256,13 +248,12 @@ def predicted(
     lab: EngineBench, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """What is predicted of the executed rows, and how it compares."""
-    off = any(row["policy"] == "off" for row in rows)
     loads = _loads(about["rate"], trace, about["part"])
-    policies = _policies(parse_policy(about["table_policy"]), off=off)
+    policies = _policies(parse_policy(about["table_policy"]))
     for row in rows:
         (draft, policy), load = policies[row["policy"]], loads[row["load"]]
         # A loaded draft is paid for.
-        own = "" if draft == OFF or not lab.rules.drafts_after else draft
+        own = "" if draft == OFF else draft
         passes = lab.costs.passes if policy.gamma_max else {own: lab.costs.passes[own]}
         costs = replace(lab.costs, passes=passes)
         asked = replace(lab, costs=costs, count=_count(load, about["part"]))
@@ -277,11 +268,10 @@ def predicted(
     }
 
 
-def _policies(table: Policy, *, off: bool) -> dict[str, tuple[str, Policy]]:
+def _policies(table: Policy) -> dict[str, tuple[str, Policy]]:
     """Policies by name, each with the draft that its server has loaded."""
-    found = {f"K={g}": (DRAFT, chain(DRAFT, g)) for g in range(MOST + 1)}
-    found["table"] = (DRAFT, table)
-    return found | ({"off": (OFF, AUTOREGRESSIVE)} if off else {})
+    constants = {f"K={g}": (DRAFT, chain(DRAFT, g)) for g in range(MOST + 1)}
+    return constants | {"table": (DRAFT, table), "off": (OFF, AUTOREGRESSIVE)}
 
 
 def _loads(rate: float, trace: str, part: int) -> dict[str, Load]:
@@ -371,29 +361,24 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         count = min(map(len, logs_by_load))
         share = interval_of(np.mean([own[:count] for own in logs_by_load], axis=0))
         together.append({"constant": name, "share": share})
-    off = [
-        {"load": load, "share": interval_of(beside("off", load))}
-        for load in loads
-        if "off" in others
-    ]
+    off = [{"load": load, "share": interval_of(beside("off", load))} for load in loads]
     return {"by_load": by_load, "together": together, "off": off}
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("engine", choices=("openvino", "vllm"))
     add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
     add("--passes", type=int, default=4)
     add("--turns", type=int, default=120, help="of the table and the best constants each")
     add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
     wanted = parser.parse_args(arguments)
-    state, name = ROOT / ".acceptance", f"load-{wanted.engine}"
+    state = ROOT / ".acceptance"
     state.mkdir(exist_ok=True)
     before, began = origin(), time.time()
     times = (1, 24) if wanted.quick else (wanted.passes, wanted.turns)
-    found = measured(state, wanted.engine, wanted.trace, *times, quick=wanted.quick)
+    found = measured(state, wanted.trace, *times, quick=wanted.quick)
     found |= {"seconds": round(time.time() - began, 1), **before}
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
     if not wanted.quick:
-        keep(name, found)
+        keep("load-vllm", found)

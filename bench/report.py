@@ -131,12 +131,6 @@ CHECKS = {
         sampled,
     ),
     "kills": ("kill -9 of record and tune", "0 problems", "SQLite on one disk", kills),
-    "engines": (
-        "other engines against one recording of theirs, round by round",
-        "0 mismatches",
-        "greedy, on a CPU; vLLM is held by `make test-vllm`",
-        lossless,
-    ),
 }
 """Of each check: title, target, what it leaves out, and what gives its figure and verdict."""
 
@@ -267,19 +261,15 @@ def searches() -> list[str]:
 
 
 def loads() -> list[str]:
-    """Engines under load: simulated beside executed, and the table that was found beside constants
-    and no draft."""
+    """vLLM under load: simulated beside executed, and the table that was found beside constants and
+    no draft."""
     columns = ("predicted", "off, median", "90th percentile", "executed again", "90th percentile")
-    rows, lines = [], ["## Under load", ""]
-    for engine in ("vllm", "openvino"):
-        d = load(f"load-{engine}")
-        for name in ("tokens_per_s", "tpot_s"):
-            keys = ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
-            errors = (percent(d[name][key]) for key in keys)
-            title = {"tokens_per_s": "tokens/s", "tpot_s": "time per output token"}[name]
-            rows.append((f"{engine} {d['version']}, {title}", *errors, under_load(d, name)))
-    lines += table((*columns, "5% and 10%, or again"), rows)
-    d = load("load-vllm")
+    rows, d = [], load("load-vllm")
+    for name, title in (("tokens_per_s", "tokens/s"), ("tpot_s", "time per output token")):
+        keys = ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
+        errors = (percent(d[name][key]) for key in keys)
+        rows.append((f"vllm {d['version']}, {title}", *errors, under_load(d, name)))
+    lines = ["## Under load", "", *table((*columns, "5% and 10%, or again"), rows)]
     lines += [
         f"vLLM's table {d['table']}, executed, tokens/s as parts of those of every constant, in "
         "turns of a second in one running server, and of a server without a draft, over 1, 8 and "

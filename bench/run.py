@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
-EXACT = ("lossless", "rounding", "engines", "kills")
+EXACT = ("lossless", "rounding", "kills")
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = (*EXACT, *TIMED)

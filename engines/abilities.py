@@ -13,7 +13,7 @@ from spectune.runtime.policies.document import (
     Policy,
     PromptPolicy,
 )
-from spectune.traces.errors import EngineError, PolicyError, TraceError
+from spectune.traces.errors import PolicyError, TraceError
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,6 @@ class Engine:
             except PackageNotFoundError:
                 continue
         return None
-
-    def require(self) -> str:
-        """The version installed. Raises EngineError with what to install."""
-        if self.installed is None:
-            install = f"pip install {self.packages[0]}"
-            raise EngineError(f"{self.title} is not installed here; `{install}` installs it")
-        return self.installed
 
     def runs(self, policy: Policy) -> None:
         """Raises PolicyError for a policy that it cannot run: why, and what is nearest."""
@@ -160,15 +153,7 @@ VLLM = Engine(
     past_end=True,
     device=None,
 )
-OPENVINO = Engine(
-    "openvino",
-    "OpenVINO GenAI",
-    ("openvino-genai",),
-    ("2026.4",),
-    ("fixed",),
-    "with the next request",
-)
-ENGINES = {engine.name: engine for engine in (NATIVE, VLLM, OPENVINO)}
+ENGINES = {engine.name: engine for engine in (NATIVE, VLLM)}
 
 
 def engine_named(name: str) -> Engine:

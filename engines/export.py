@@ -1,6 +1,6 @@
 """A policy as the settings of other servers, after their documentation: vLLM 0.32
-(``--speculative-config``), SGLang 0.5.23 (``--speculative-*`` and its adaptive configuration) and
-llama.cpp b11549 (``--spec-*``, whose models are GGUF files)."""
+(``--speculative-config``) and SGLang 0.5.23 (``--speculative-*`` and its adaptive
+configuration)."""
 
 from __future__ import annotations
 
@@ -77,16 +77,6 @@ def _sglang_settings(policy: Policy, path: str | None) -> Settings:
     return settings
 
 
-def _llamacpp_settings(policy: Policy, path: str | None) -> Settings:
-    return {
-        "spec_type": {"draft model": "draft-simple", "eagle3": "draft-eagle3"}[algorithm_of(path)],
-        "spec_draft_model": _gguf(path or ""),
-        "spec_draft_n_max": policy.gamma_max,
-        "spec_draft_n_min": 0,
-        "spec_draft_p_min": 0,
-    }
-
-
 def vllm_line(settings: Mapping[str, Any], target: str) -> str:
     config = f" --speculative-config {shlex.quote(json.dumps(settings))}" if settings else ""
     return f"vllm serve {shlex.quote(target)}{config}"
@@ -102,28 +92,18 @@ def _sglang_line(settings: Mapping[str, Any], target: str) -> str:
     return f"echo {slots} > adaptive.json && {line} {adaptive}"
 
 
-def _llamacpp_line(settings: Mapping[str, Any], target: str) -> str:
-    return f"llama-server --model {shlex.quote(_gguf(target))}{_flags(settings)}"
-
-
-def _gguf(path: str) -> str:
-    """The GGUF file of a checkpoint folder, as llama.cpp's own converter is told to name it."""
-    return path if path.endswith(".gguf") else f"{path.rstrip('/')}.gguf"
-
-
 def _flags(settings: Mapping[str, Any]) -> str:
     flags = ((name.replace("_", "-"), shlex.quote(str(v))) for name, v in settings.items())
     return "".join(f" --{name} {value}" for name, value in flags)
 
 
 class Export(NamedTuple):
-    """A server that policies are exported for. ``chains``: how a draft must be made
-    (:func:`algorithm_of`), ``tables``: for tables by batch size, ``trees``: for EAGLE-2's.
+    """A server that policies are exported for. ``tables``: how a draft must be made
+    (:func:`algorithm_of`) for tables by batch size, ``trees``: for EAGLE-2's trees.
     ``settings``: of a policy and its draft's path, as JSON has them; ``line``: what to type to
     serve a target with them, or none."""
 
     title: str
-    chains: tuple[str, ...]
     tables: tuple[str, ...]
     trees: tuple[str, ...]
     settings: Callable[[Policy, str | None], Settings]
@@ -141,7 +121,6 @@ class Export(NamedTuple):
         if isinstance(window, ByLoadWindow) and window.contexts:
             raise ValueError("it has no tables by context")
         for applies, able, feature in (
-            (True, self.chains, "chains"),
             (by_batch, self.tables, "tables by batch size"),
             (policy.is_tree, self.trees, "trees"),
         ):
@@ -160,12 +139,9 @@ EVERY = ("ngram", "draft model", *HEADS)
 VLLM_METHODS = dict(zip(EVERY, ("ngram", "draft_model", *HEADS), strict=True))
 EXPORTS = {
     "vllm": Export(
-        "vLLM", EVERY, EVERY, (), lambda p, path: vllm_settings(p.window, path, p.draft), vllm_line
+        "vLLM", EVERY, (), lambda p, path: vllm_settings(p.window, path, p.draft), vllm_line
     ),
-    "sglang": Export("SGLang", EVERY, HEADS, HEADS, _sglang_settings, _sglang_line),
-    "llamacpp": Export(
-        "llama.cpp", ("draft model", "eagle3"), (), (), _llamacpp_settings, _llamacpp_line
-    ),
+    "sglang": Export("SGLang", HEADS, HEADS, _sglang_settings, _sglang_line),
 }
 
 

@@ -48,9 +48,6 @@ RULES: Mapping[str, ServingRules] = {
         ahead=1,
         reply_s=2e-3,
     ),
-    "openvino": ServingRules(
-        max_num_seqs=8, max_batched_tokens=2048, max_len=2048, drafts_after=False
-    ),
 }
 """The rules of the engines that serve many requests at once, by name."""
 

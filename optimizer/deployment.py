@@ -59,15 +59,13 @@ class Place:
         )
 
 
-def check_server(url: str | None, folder: str | None, engine: str | None) -> None:
+def check_server(url: str | None, folder: str | None) -> None:
     """Raises ConfigError where the options of a server that runs do not fit together."""
     if not (url and folder):
         raise ConfigError(
             "--url and --folder go together: the server's URL, and the folder that its "
             "SPECTUNE_FOLDER names"
         )
-    if engine not in (None, "vllm"):
-        raise ConfigError(f"--engine {engine}: --url names a server of vLLM")
 
 
 def deployment_of(engine: str) -> str:

@@ -48,7 +48,7 @@ AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 SLOWEST = (
     "cli_flow schedules db store outage at_hand transfer imports "
-    "kill openvino shortlists parity serving shortlist_replay python publishing by_prompt "
+    "kill shortlists parity serving shortlist_replay python publishing by_prompt "
     "processes distributed tree_parity shortlist_tuning pair head_states models head_drafting "
     "fit_commands schedule_retries docs borders vllm"
 )

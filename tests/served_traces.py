@@ -111,11 +111,11 @@ def recorded(
     return made
 
 
-def record_server(url: str, gammas: Sequence[int] = (0, 1, 3, 6), engine: str = "vllm") -> None:
+def record_server(url: str, gammas: Sequence[int] = (0, 1, 3, 6)) -> None:
     """A database with what a server recorded that drafted so many tokens, for one client and for
     eight; of ``()``, without a draft, for eight alone."""
     trace, at, ordinal = trace_of(40, budget=70), 1.0, 0
-    about = {"engine": engine, "engine_version": "0.32.0", "serving": SERVING}
+    about = {"engine": "vllm", "engine_version": "0.32.0", "serving": SERVING}
     with opened(url) as store:
         spec = read_pair("demo")
         store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)

@@ -221,7 +221,6 @@ def test_an_engine_follows_the_deployment_of_its_name(
     door = Door(str(tmp_path / "x.db"))
     for engine, named, where in (
         ("vllm", (), "on cuda:NVIDIA L4 in deployment vllm;"),
-        ("openvino", (), "on cpu in deployment openvino;"),
         ("vllm", ("--deployment", "canary"), "on cuda:NVIDIA L4 in deployment canary;"),
     ):
         told = door.call(command, "--engine", engine, "--pair", "demo", "--limit", 1, *named)

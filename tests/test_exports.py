@@ -25,12 +25,12 @@ BY_LOAD = [
 ]
 TREE = top_k("head", 4, 4, 12)
 FOUR, BY = {"window": FIXED[1]}, {"window": BY_LOAD[1]}
-MODELS = ("model", "speculative_draft_model_path", "spec_draft_model")
+MODELS = ("model", "speculative_draft_model_path")
 LONGER = {**BY_LOAD[1], "contexts": {"4096": {"1": 6}}}
 SHORT = {"kind": "frequency", "artifact": "a"}
 
 
-@pytest.mark.parametrize(("engine", "count"), [("vllm", 28), ("sglang", 17), ("llamacpp", 9)])
+@pytest.mark.parametrize(("engine", "count"), [("vllm", 28), ("sglang", 17)])
 def test_an_engine_says_what_it_can_in_settings_of_json(
     engine: str, count: int, demo: PairSpec
 ) -> None:
@@ -100,16 +100,6 @@ EAGLE = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
                 "speculative_ngram_max_bfs_breadth": 1,
             },
         ),
-        (
-            "llamacpp",
-            policy("head", 4),
-            {
-                "spec_type": "draft-eagle3",
-                "spec_draft_n_max": 4,
-                "spec_draft_n_min": 0,
-                "spec_draft_p_min": 0,
-            },
-        ),
     ],
 )
 def test_settings_are_the_engines_own(
@@ -119,9 +109,7 @@ def test_settings_are_the_engines_own(
     named = {key: settings.pop(key) for key in MODELS if key in settings}
     assert settings == expected
     path = dict(demo.drafts).get(wanted.draft)
-    assert list(named.values()) == (
-        [] if path is None else [f"{path}.gguf" if engine == "llamacpp" else path]
-    )
+    assert list(named.values()) == ([] if path is None else [path])
 
 
 @pytest.mark.parametrize("window", BY_LOAD)
@@ -143,8 +131,6 @@ def test_a_window_by_batch_says_the_same_for_every_size(
     [
         ("sglang", BY, 'tables by batch size of eagle, eagle3 alone; the nearest.*"gamma": 5'),
         ("sglang", {**TREE, "select": {"top_n": 60}}, "draft 4 to 52 tokens"),
-        ("llamacpp", BY, "no tables by batch size; the nearest"),
-        ("llamacpp", {**FOUR, "draft": "ngram"}, "of draft model, eagle3 alone; the nearest is a"),
         ("vllm", TREE, 'vLLM has no trees; the nearest that it can is {"draft": "head"'),
         ("vllm", {"window": LONGER}, 'no tables by context; the nearest.*"gamma": 5'),
         ("vllm", {"window": {"kind": "fsm"}}, "no rule that adapts"),
@@ -174,15 +160,8 @@ def test_the_printed_lines_hold_the_settings(demo: PairSpec) -> None:
     adaptive = "--speculative-adaptive --speculative-adaptive-config adaptive.json"
     assert " ".join(found[-3:]) == adaptive
     assert found[found.index("--speculative-num-steps") + 1] == "5"
-    small = dict(demo.drafts)["small"]
-    assert " ".join(words(policy("small", 4), "llamacpp")) == (
-        f"llama-server --model {demo.target}.gguf --spec-type draft-simple "
-        f"--spec-draft-model {small}.gguf --spec-draft-n-max 4 --spec-draft-n-min 0 "
-        "--spec-draft-p-min 0"
-    )
-    assert engine_line({}, demo, "llamacpp") == f"llama-server --model {demo.target}.gguf"
     spaced = demo.model_copy(update={"target": "my models/t"})
-    for engine in ("vllm", "sglang", "llamacpp"):
+    for engine in ("vllm", "sglang"):
         found = shlex.split(engine_line({}, spaced, engine))
         assert any(word.startswith("my models/t") for word in found), engine
 

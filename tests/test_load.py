@@ -27,6 +27,7 @@ from served_traces import (
 from sqlalchemy import select
 
 from spectune.api import simulate
+from spectune.db import upgrade
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.optimizer.simulate.load import Objective, Served
@@ -87,7 +88,6 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
         (fsm, "--arrivals clients:2", "vLLM cannot run a window of kind"),
         (seven, "--arrivals clients:2", "recorded drafted 0 to 6"),
         (BY_LOAD, "--arrivals poisson:-1", "no number above 0"),
-        (BY_LOAD, "--engine openvino --arrivals clients:2", "nothing that it served was recorded"),
         (BY_LOAD, "--arrivals clients:2 --tpot 40", "such as 30s, 5m, 24h or 500ms"),
     ):
         assert said in server.error("simulate", "--policy", wanted, *more.split())
@@ -95,10 +95,12 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
 
 def test_drafts_that_no_server_ran_are_not_judged(tmp_path: Path) -> None:
     """`record --engine` serves without a draft: nothing then says what one costs."""
-    url = str(tmp_path / "plain.db")
-    record_server(url, gammas=(), engine="openvino")
-    door = Door(url)
-    said = door.error("tune", "--engine", "openvino", "--arrivals", "clients:1,8")
+    door = Door(str(tmp_path / "plain.db"))
+    upgrade(f"sqlite:///{door.db}")
+    asked = ("tune", "--engine", "vllm", "--arrivals", "clients:1,8")
+    assert "nothing that it served was recorded" in door.error(*asked)
+    record_server(str(door.db), gammas=())
+    said = door.error(*asked)
     assert "no steps that draft were recorded, so no draft can be judged" in said
     told = door.call("simulate", "--policy", "autoregressive", "--arrivals", "clients:1,8").stderr
     assert "clients:1: 100% of its steps are of more or fewer requests" in " ".join(told.split())

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from served_traces import COSTS, PROFILE, RULES, recorded, simulated, tables, trace_of, window
 
-from spectune.engines.abilities import OPENVINO, VLLM, Engine
-from spectune.engines.protocol import Load, Running, Wanted
+from spectune.engines.protocol import Load
 from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import about_recording
 from spectune.optimizer.simulate.chain_tables import AGREE_NONE, AGREE_YES
 from spectune.optimizer.simulate.load import Objective, Served, loads_of
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
@@ -459,12 +455,3 @@ def test_costs_are_of_one_hardware(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA X")
     monkeypatch.setattr("spectune.runtime.hardware.sees_cuda", lambda: True)
     assert hardware("cuda", count=2) == "2 x NVIDIA X"
-
-    def about(engine: Engine) -> dict[str, Any]:
-        on = {"device": "cpu", "dtype": "float32"}
-        how = {"version": "1", "serving": {}, "runs_on": on, "wanted": Wanted("none", threads=3)}
-        running = SimpleNamespace(engine=engine, **how)
-        return about_recording(cast(Running, running), DecodeOptions())
-
-    assert about(OPENVINO)["hardware"] == hardware("cpu", 3)
-    assert "hardware" not in about(VLLM)  # it is another process, which names its own

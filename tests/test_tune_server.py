@@ -175,7 +175,6 @@ def test_what_is_wrong_is_one_line(
             "no agent has written status.json there; start vLLM with",
         ),
         (("--url", "http://127.0.0.1:9", *folder, *words), "http://127.0.0.1:9: no server answers"),
-        ((*url, *folder, "--engine", "openvino"), "--url names a server of vLLM"),
         ((*url, *folder, *words, "--arrivals", "clients:many"), "is no number above 0"),
         ((*url, *folder, "--pair", "demo", *words), "but this server serves"),
         ((*url, *folder), "say which by --workload FILE, or take what it served by --recording"),

@@ -23,7 +23,7 @@ from spectune.engines.vllm.server import OwnServer, installed, reason_in, server
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.traces.errors import EngineError, PairError, PolicyError
+from spectune.traces.errors import EngineError, PairError, PolicyError, TraceError, WorkloadError
 from spectune.traces.schema import Sampling
 
 LOG = """\
@@ -87,6 +87,15 @@ def test_clients_and_arrivals_are_kept(fake: FakeVllm) -> None:
     execute(server, Load(arrivals=arrivals), prompts=PROMPTS[:5])
     assert fake.most_at_once > 3
     assert max(fake.arrived) - min(fake.arrived) >= 0.2
+
+
+def test_what_is_left_unread_does_not_hold_up_the_next(fake: FakeVllm) -> None:
+    server = connected(fake)
+    unread = server.execute(PROMPTS, THREE, Load(4), sampling=Sampling(), max_new_tokens=32)
+    first = next(unread)
+    unread.close()
+    assert first.trajectory.request_id in {prompt.id for prompt in PROMPTS}
+    assert len(execute(server, Load(), prompts=PROMPTS[:1])) == 1
 
 
 def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
@@ -194,6 +203,11 @@ def test_what_is_wrong_is_one_line(
         connected(fake, demo)
     with pytest.raises(EngineError, match=r"refused \(400\): .*is too long"):
         execute(connected(fake), Load(), prompts=[Prompt("x", "", (REFUSED,))])
+    for ids, said in (((), "request x: the prompt has no tokens"), (395 * (7,), "exceed the 400")):
+        with pytest.raises(WorkloadError, match=said):
+            execute(connected(fake), Load(), prompts=[Prompt("x", "", ids)])
+    with pytest.raises(TraceError, match="arrivals are seconds from the start, and never fall"):
+        Load(arrivals=(1.0, 0.5))
     monkeypatch.setattr("spectune.engines.vllm.execute.NOTED_S", 0.1)
     fake.noting = False
     with pytest.raises(EngineError, match=r"notes nothing of it: .*the folder is another server's"):

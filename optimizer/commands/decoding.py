@@ -142,7 +142,7 @@ def check_engine(s: Any, concurrency: int) -> None:
     if concurrency > 1 and not engine.batches:
         raise EngineError(
             f"--concurrency {concurrency}: the native decoder serves one request at a time; "
-            "--engine openvino or vllm serves many"
+            "--engine vllm serves many"
         )
 
 

@@ -37,7 +37,7 @@ def checked(s: T, talk: Talk) -> T:
     if s.recording is not None and s.since is not None:
         raise ConfigError("give either --recording or --since, not both")
     if bench == "server":
-        check_server(s.url, s.folder, s.engine)
+        check_server(s.url, s.folder)
         if not (recorded or s.workload or s.prompts):
             raise ConfigError(
                 "--url sends requests to that server: say which by --workload FILE, or take what "
