@@ -49,7 +49,7 @@ from lab import (
     stored,
 )
 
-from spectune.engines.protocol import Answered, Load, Prompt, Swapping, Wanted, numbered
+from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
@@ -93,7 +93,7 @@ class Bench:
 
     pair: LoadedPair
     store: TraceStore
-    engines: dict[str, Swapping]
+    engines: dict[str, Running]
     prompts: tuple[Prompt, ...]
     options: DecodeOptions
     part: int
@@ -135,7 +135,7 @@ def turns_of(served: Sequence[Answered], clients: int) -> list[tuple[str, int, f
 
 
 def take_turns(
-    running: Swapping,
+    running: Running,
     prompts: Sequence[Prompt],
     policies: Sequence[Policy],
     load: Load,

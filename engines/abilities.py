@@ -24,8 +24,7 @@ class Engine:
     every policy. ``swap``: how a new policy comes into force. ``batches``: whether it decodes many
     requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token
     by itself, so that the first round that drafts begins after it. ``past_end``: whether its last
-    rounds draft as many tokens as any, also beyond those that were asked for. ``device``: where it
-    runs, in float32, when it is started from here; None: its own choice."""
+    rounds draft as many tokens as any, also beyond those that were asked for."""
 
     name: str
     title: str
@@ -36,7 +35,6 @@ class Engine:
     batches: bool = True
     prefill_emits: bool = True
     past_end: bool = False
-    device: str | None = "cpu"
 
     @property
     def by_load(self) -> bool:
@@ -53,10 +51,6 @@ class Engine:
         return (
             "all" if self.windows is None else f"chains with a {' or '.join(self.windows)} window"
         )
-
-    def tested(self, version: str) -> bool:
-        """Whether a version is one of the tested."""
-        return any(f"{version}.".startswith(f"{v}.") for v in self.versions)
 
     @property
     def installed(self) -> str | None:
@@ -151,7 +145,6 @@ VLLM = Engine(
     ("fixed", "by_load"),
     "at the next step",
     past_end=True,
-    device=None,
 )
 ENGINES = {engine.name: engine for engine in (NATIVE, VLLM)}
 

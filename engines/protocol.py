@@ -126,7 +126,7 @@ class Execution:
 
 
 class Running(ABC):
-    """A pair in an engine.
+    """A pair in an engine, which takes another policy while it serves.
 
     ``version`` is the engine's; ``serving`` says how it fills its steps, by the names of
     :class:`engines.rules.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as recordings
@@ -171,17 +171,13 @@ class Running(ABC):
         """Raises at once for what else it cannot do."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends it. Harmless when it has ended."""
-
-
-class Swapping(Running):
-    """A pair in an engine that takes another policy while it serves."""
-
-    @abstractmethod
     def put_in_force(self, policy: Policy) -> None:
         """Has it take a policy, unless that is in force, and waits until it is. Raises PolicyError
         where it refuses, EngineError where it does not answer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it. Harmless when it has ended."""
 
 
 def numbered(prompts: Iterable[Prompt], count: int) -> tuple[Prompt, ...]:

@@ -19,11 +19,11 @@ class ServingRules(NamedTuple):
     that is not known. ``ahead``: steps that are scheduled before the results of those in execution
     are known. ``drafts_up_to``: tokens of the longest text of a step up to which it drafts for the
     next one, as its draft's own length allows, 0: of any; beyond, the step drafts for none of its
-    requests, which verify so many dummies that nobody proposed. ``drafts_after``: whether a step
-    drafts for the next one, by its own size, after it has verified, and also more than the request
-    may still have; else it drafts first, what may be kept, and goes without the draft's passes at 0
-    tokens. ``reply_s``: seconds from an answer until its client's next request is there, one client
-    after another.
+    requests, which verify so many dummies that nobody proposed. ``reply_s``: seconds from an answer
+    until its client's next request is there, one client after another.
+
+    A step drafts for the next one, by its own size, after it has verified, and also more than the
+    request may still have. A loaded draft reads what the target reads, at 0 tokens too.
     """
 
     max_num_seqs: int
@@ -33,7 +33,6 @@ class ServingRules(NamedTuple):
     cache_tokens: int = 0
     ahead: int = 0
     drafts_up_to: int = 0
-    drafts_after: bool = True
     reply_s: float = 0.0
 
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Load, Prompt, Running, Swapping, Wanted, numbered
+from spectune.engines.protocol import Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.on_engine import Turns, record_on
@@ -29,8 +27,7 @@ TOKENS: Final = 48
 LEAST_REQUESTS: Final = 4
 """Fewest requests that a policy serves at one number of clients; else two for each client."""
 LEAST_TURNS: Final = 3
-"""Fewest turns of a policy at one number of clients, in an engine that swaps policies while it
-serves."""
+"""Fewest turns of a policy at one number of clients."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,14 @@ class Design:
         """Tokens that a request's cache holds, in the mean."""
         return float(np.mean([len(prompt.ids) for prompt in self.prompts])) + self.tokens / 2
 
-    def policies(self, engine: Engine, draft: str) -> list[Policy]:
-        """What is in force while they are served; of an engine that can, also no tokens with the
-        draft loaded."""
+    def policies(self, draft: str) -> list[Policy]:
+        """What is in force while they are served; of a draft also no tokens with it loaded."""
         if draft == "none":
             return [AUTOREGRESSIVE]
         windows: list[dict[str, Any]] = [
             {"kind": "fixed", "gamma": gamma} for gamma in doubled(self.most)
         ]
-        if engine.by_load and self.clients > 1:
+        if self.clients > 1:
             windows.append({"kind": "by_load", "gamma": {"1": min(2, self.most), "2": 0}})
         return [parse_policy({"draft": draft, "window": window}) for window in windows]
 
@@ -111,22 +107,19 @@ def serve_design(
     progress: Progress = silent,
 ) -> str:
     """Serves the design on an engine that has loaded ``draft`` into one recording, whose id this
-    is: at each number of clients all policies, as the pace of a machine changes meanwhile. They
-    take turns, where it swaps them while it serves: what differs between them is what is sought."""
+    is: at each number of clients all policies, in turns, as the pace of a machine changes
+    meanwhile: what differs between them is what is sought."""
     options, recording, served = DecodeOptions(max_new_tokens=design.tokens), "", 0
-    policies = design.policies(running.engine, draft)
+    policies = design.policies(draft)
     each = {clients: max(LEAST_REQUESTS, 2 * clients) for clients in doubled(design.clients)}
     total = len(policies) * sum(each.values())
-    turns = None
-    if isinstance(running, Swapping) and len(policies) > 1:
-        turns = Turns(running, policies)
-    those: Sequence[Policy | Turns] = policies if turns is None else [turns]
-    for clients, policy in product(each, those):
+    turns = Turns(running, policies) if len(policies) > 1 else None
+    for clients, count in each.items():
         least = 0 if turns is None else turns.taken + LEAST_TURNS * len(policies)
         while True:
-            served += each[clients] * (len(policies) // len(those))
+            served += count * len(policies)
             prompts = numbered(design.prompts, served)  # those not recorded yet are served
-            asked = running, None, prompts, policy, Load(clients), options
+            asked = running, None, prompts, turns or policies[0], Load(clients), options
             info = record_on(store, spec, *asked, fresh=not recording, timed=True)
             recording = info.id
             progress(f"requests with draft {draft}", served, max(served, total))
@@ -136,15 +129,11 @@ def serve_design(
     return recording
 
 
-def step_table(
-    costs: ServedCosts, engine: Engine, draft: str, design: Design
-) -> list[dict[str, Any]]:
+def step_table(costs: ServedCosts, draft: str, design: Design) -> list[dict[str, Any]]:
     """A row for each number of requests that share a step: its milliseconds by draft tokens, as
-    text, of those that were served with the draft ("": without one). 0 is told where the engine
-    keeps it loaded then."""
+    text, of those that were served with the draft ("": without one)."""
     least, most = costs.passes[draft]
-    gammas = [0] if not draft or engine.by_load else []
-    gammas += [gamma for gamma in doubled(design.most) if draft]
+    gammas = (0, *doubled(design.most)) if draft else (0,)
     rows = []
     for batch in doubled(design.clients):
         row: dict[str, Any] = {"batch": batch}

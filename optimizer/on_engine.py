@@ -11,10 +11,9 @@ from itertools import cycle
 from typing import Any
 
 from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Swapping
+from spectune.engines.protocol import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.record import put_policies
-from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
@@ -65,7 +64,7 @@ class Turns:
     falls on all alike. A turn ends when the next policy is in force, in vLLM after a second;
     ``taken``: turns that ended."""
 
-    def __init__(self, running: Swapping, policies: Sequence[Policy]) -> None:
+    def __init__(self, running: Running, policies: Sequence[Policy]) -> None:
         self.running, self.policies, self.taken = running, policies, 0
         self._following = cycle(policies)
         self._policy = next(self._following)
@@ -100,11 +99,9 @@ class Turns:
 def about_recording(running: Running, options: DecodeOptions) -> dict[str, Any]:
     """What else an engine's texts and seconds depend on, as stored with their recording: as the
     native decoder's, and the engine's own."""
-    here = running.engine.device  # of one that chooses its own, ``runs_on`` may name the hardware
     return {
         "stop_strings": list(options.stop_strings),
         "chat": options.chat,
-        **({} if here is None else {"hardware": hardware(here, running.wanted.threads)}),
         **running.runs_on,
         "engine": running.engine.name,
         "engine_version": running.version,

@@ -23,17 +23,16 @@ def sees_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def hardware(device: str, threads: int | None = None, *, count: int = 1) -> str:
-    """What a model runs on: the processor and its threads (None: one for each core), or the first
-    GPU that this process sees, one of ``count`` that share the model."""
-    name = device
+def hardware(device: str) -> str:
+    """What a model runs on: the processor and its threads, or the first GPU that this process
+    sees."""
     if device == "cpu":
-        name = f"{cpu_name()}, threads: {threads or os.cpu_count()}"
-    elif device == "cuda" and sees_cuda():
+        return f"{cpu_name()}, threads: {os.cpu_count()}"
+    if device == "cuda" and sees_cuda():
         import torch
 
-        name = torch.cuda.get_device_name(0)
-    return f"{count} x {name}" if count > 1 else name
+        return torch.cuda.get_device_name(0)
+    return device
 
 
 def cpu_name() -> str:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx2
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Execution, Load, Prompt, Swapping, Wanted
+from spectune.engines.protocol import Answered, Execution, Load, Prompt, Running, Wanted
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.folder import (
     SENT,
@@ -55,7 +55,7 @@ LOOK_S: Final = 0.02
 """Seconds between two looks into the folder."""
 
 
-class RunningServer(Swapping):
+class RunningServer(Running):
     """The server at ``url``, whose agent writes into ``folder``: ``spec`` and ``draft`` are its
     pair (of ``pair``, where one is named) and what drafts in it. :meth:`close` puts the policy back
     that was in force before.

@@ -162,15 +162,13 @@ class Served:
         """``every_draft``: texts are to fit all drafts of the pair, not the policy's alone."""
         quiet_transformers(talk)
         engine = engine_named(s.engine)
-        where = "runs on the CPU in float32 here" if engine.device else "chooses them itself"
-        talk.no_effect(s, f"({engine.title} {where})", "device", "dtype")
-        self.spec, self.talk, self.name, self.threads = spec, talk, s.engine, s.threads
+        talk.no_effect(s, f"({engine.title} chooses them itself)", "device", "dtype")
+        self.spec, self.name, self.threads = spec, s.engine, s.threads
         self.options = DecodeOptions.of(s.sampling)
-        device = engine.device or device_of("auto")
         check_options(engine, self.options)
         workload = read_workload(s, spec, talk)
         deployment = deployment_for(s, s.engine)
-        self.policy = policy_named(store, s.policy, spec.id, device, deployment, talk)
+        self.policy = policy_named(store, s.policy, spec.id, device_of("auto"), deployment, talk)
         engine.runs(self.policy)
         self.codec = load_codec(spec)
         ends = end_notes(spec.target, self.codec.tokenizer)
@@ -193,10 +191,4 @@ class Served:
         draft = self.policy.draft if self.policy.speculates else "none"
         how = Wanted(draft, max(1, self.policy.gamma_max), self.load.clients, longest, self.threads)
         with closing(start(self.name, self.spec, how)) as running:
-            engine = running.engine
-            if engine.device and not engine.tested(running.version):  # others say so where they run
-                self.talk.tell(
-                    f"{engine.title} {running.version} was not tested; tested: "
-                    f"{', '.join(engine.versions)}"
-                )
             yield running

@@ -80,7 +80,7 @@ def _without_drafting(bench: EngineBench, policy: Policy) -> dict[str, Policy]:
     steps of it were recorded."""
     known = bench.costs.passes
     plain = {"off": AUTOREGRESSIVE} if "" in known else {}
-    if bench.rules.drafts_after and known.get(policy.draft, (1, 1))[0] == 0:
+    if known.get(policy.draft, (1, 1))[0] == 0:
         plain["loaded_0_tokens"] = constant(policy.draft, 0)
     return plain
 
@@ -115,9 +115,7 @@ def search_result(search: LoadSearch, talk: Talk, restart: str = "") -> Result:
     if study.off is None:
         measures = f", or {served_by} measures it." if not restart else f":\n{restart}"
         lines.append(f"{OFF}: not measured: restart {title} without the draft{measures}")
-    if not bench.rules.drafts_after:
-        lines.append(f"{IDLE}: {title} goes without its draft then, as if off.")
-    elif study.idle("") is None:
+    if study.idle("") is None:
         lines.append(
             f"{IDLE}: not measured: let the server draft 0 tokens, or {served_by} measures it."
         )
@@ -139,7 +137,7 @@ def contexts_in_words(about: Mapping[str, Any]) -> str:
 
 def restart_in_words(bench: LoadBench, tuned: Tuned) -> str:
     """What is to be known where the winner is a server without a draft; else empty."""
-    if tuned.winner.policy.draft != "none" or not bench.rules.drafts_after or bench.loaded:
+    if tuned.winner.policy.draft != "none" or bench.loaded:
         return ""
     title = bench.engine.title
     if tuned.winner.policy.id == tuned.incumbent.policy.id:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from spectune.engines.abilities import engine_named
 from spectune.engines.protocol import Prompt
 from spectune.optimizer.commands.decoding import NATIVE, load, quiet_transformers
 from spectune.optimizer.commands.results import Result, Table
@@ -132,7 +131,7 @@ def _on_engine(s: Profile, talk: Talk) -> Result:
         draft: {
             "least": costs.passes[draft][0],
             "most": costs.passes[draft][1],
-            "step_ms": step_table(costs, engine_named(s.engine), draft, design),
+            "step_ms": step_table(costs, draft, design),
         }
         for draft in costs.drafts
     }

@@ -44,7 +44,6 @@ class _Round(NamedTuple):
     rows: int
     prompt: int
     cached: int
-    drafted: int
     following: int
     before_s: float
     round_s: float
@@ -69,10 +68,10 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> li
             following = after.drafted if after else -1
             before_s = before.ended_s if before else 0.0
             rounds.setdefault(s.ended_s, []).append(
-                _Round(s.batch, *tokens, s.drafted, following, before_s, s.round_s, draft)
+                _Round(s.batch, *tokens, following, before_s, s.round_s, draft)
             )
     rounds.pop(0.0, None)  # when it ended was not recorded
-    loaded = next((name for name, _ in drafts.most_common() if name and rules.drafts_after), "")
+    loaded = next((name for name, _ in drafts.most_common() if name), "")
     served: list[ServedStep] = []
     for ended_s, members in rounds.items():
         load = _load_of(members, next((m.draft for m in members if m.draft), loaded), rules)
@@ -85,7 +84,7 @@ def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> li
 
 def _load_of(members: Sequence[_Round], draft: str, rules: ServingRules) -> StepLoad | None:
     batch, recorded = max(m.batch for m in members), len(members)
-    drafted = max(m.following if rules.drafts_after else m.drafted for m in members)
+    drafted = max(m.following for m in members)
     read = sum(m.rows + m.prompt for m in members)
     if 2 * recorded < batch or drafted < 0 or read > rules.max_batched_tokens:
         return None

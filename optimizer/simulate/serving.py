@@ -103,8 +103,6 @@ def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
             return 0
         cached += 1 + state.flown[r]
     gamma = state.gamma[r]
-    if not rules.drafts_after:
-        gamma = min(gamma, queue.budgets[t] - out - 1)
     is_draft = state.flying[r] == 0 and state.blind[r] == 0
     if is_draft and out < queue.lengths[t]:  # a draft may have no proposal
         gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)
@@ -210,7 +208,7 @@ def serve_queue(
         slot = (head + flying) % slots
         gammas = tables.gammas[_table(queue, tables, state, running)]
         budget = room = rules.max_batched_tokens
-        i = size = rows = prompts = context = most = longest = 0
+        i = size = rows = prompts = context = longest = 0
         while budget > 0 and room > rules.draft_slots:
             if i == running:
                 if admitted >= arrived or running >= rules.max_num_seqs:
@@ -231,7 +229,7 @@ def serve_queue(
                 member[0], member[1], member[2] = steps, r, drafted
             prompts += new if reading else 0
             rows += 0 if reading else new
-            size, context, most = size + 1, context + cached, max(most, drafted)
+            size, context = size + 1, context + cached
             budget, room, rounds = budget - new, room - new - rules.draft_slots, rounds + 1
         # Execute it, and say how many tokens its requests draft next.
         if size > 0:
@@ -240,7 +238,7 @@ def serve_queue(
                 if state.queue[slot, n, 1] >= 0:
                     state.gamma[state.queue[slot, n, 0]] = gamma
                     state.blind[state.queue[slot, n, 0]] = 0 if drafts else 1
-            passes = most if not rules.drafts_after else gamma if drafts else 0
+            passes = gamma if drafts else 0
             busy = max(now, busy) + step_seconds(costs, rows, prompts, size, context, passes)
             state.sizes[slot], state.ends[slot], results.ends[steps] = size, busy, busy
             row = results.steps[steps]

@@ -85,12 +85,9 @@ class EngineBench(Bench):
         return max(LEAST_SPREAD, float(self.costs.check["median_error"]))
 
     def server_draft(self, policy: Policy) -> str:
-        """The draft that the server of a policy has loaded, "" for none. An engine that decides on
-        a draft at the beginning of a step goes without it at 0 tokens."""
-        if self.loaded is not None:
-            return self.loaded.replace("none", "")
-        drafts = policy.speculates or (policy.draft != "none" and self.rules.drafts_after)
-        return policy.draft if drafts else ""
+        """The draft that the server of a policy has loaded, "" for none."""
+        draft = policy.draft if self.loaded is None else self.loaded
+        return "" if draft == "none" else draft
 
     def group(self, policy: Policy) -> str:
         return self.server_draft(policy)

@@ -94,11 +94,10 @@ class LoadStudy:
         for n, policy in enumerate(policies, 1):
             self.constants.append(self.trial(policy))
             self.progress("constants", n, len(policies))
-        if self.bench.engine.by_load:
-            for draft in dict.fromkeys(p.draft for p in policies if p.speculates):
-                constants = [trial for trial in self.constants if trial.policy.draft == draft]
-                self._search_tables(draft, {0: self._mean_context}, constants)
-            self._search_contexts()
+        for draft in dict.fromkeys(p.draft for p in policies if p.speculates):
+            constants = [trial for trial in self.constants if trial.policy.draft == draft]
+            self._search_tables(draft, {0: self._mean_context}, constants)
+        self._search_contexts()
         return self._simplest(max(self.trials.values(), key=lambda trial: trial.value))
 
     def trial(self, policy: Policy) -> Trial:
@@ -133,7 +132,7 @@ class LoadStudy:
 
     def idle(self, draft: str) -> Trial | None:
         """A server that has a draft loaded and drafts 0 tokens: this draft, else any. None where
-        none was recorded, or the engine goes without its draft then."""
+        none was recorded."""
         idle = [t for t in self.constants if t.policy.draft != "none" and not t.policy.speculates]
         return next((t for t in idle if t.policy.draft == draft), next(iter(idle), None))
 
@@ -147,12 +146,12 @@ class LoadStudy:
         return first
 
     def _constants(self) -> Iterator[Policy]:
-        passes, least_of_all = self.bench.costs.passes, 0 if self.bench.rules.drafts_after else 1
+        passes = self.bench.costs.passes
         if "" in passes:
             yield Policy()
         for draft, (least, most) in passes.items():
             if draft:
-                for gamma in range(max(least_of_all, least), most + 1):
+                for gamma in range(least, most + 1):
                     yield constant(draft, gamma)
 
     @property
