@@ -48,8 +48,8 @@ lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	@mkdir -p $(VENV)/typing && ln -sfn $(CURDIR) $(VENV)/typing/spectune # mypy does not follow the editable install
-	MYPYPATH=$(VENV)/typing $(RUN) -m mypy
-	MYPYPATH=$(VENV)/typing:bench:tests $(RUN) -m mypy $(CALLS) $(patsubst bench/%.py,-m %,$(wildcard bench/*.py))
+	MYPYPATH=$(VENV)/typing:tools $(RUN) -m mypy
+	MYPYPATH=$(VENV)/typing:bench:tests:tools $(RUN) -m mypy $(CALLS) $(patsubst bench/%.py,-m %,$(wildcard bench/*.py))
 
 wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environment
 	.ci/wheel $(RUN)
@@ -61,7 +61,7 @@ acceptance-vllm: .venv-vllm/.installed ## The full-size checks of a vLLM that se
 	VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python bench/run.py served $(ARGS)
 
 train: $(VENV)/.installed ## Train the demo pair anew: make train GSM8K=path/to/gsm8k_train.jsonl
-	$(RUN) -m spectune.demo.train --gsm8k $(GSM8K) --out demo/pair
+	PYTHONPATH=tools $(RUN) -m train_demo.train --gsm8k $(GSM8K) --out demo/pair
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .acceptance

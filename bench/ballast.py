@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-from spectune.demo.head import taps
 from spectune.runtime.pair import read_pair
 
 Tensors = dict[str, torch.Tensor]
@@ -151,7 +150,8 @@ def build(folder: Path, shapes: Mapping[str, Shape], device: str, dtype: torch.d
         }
         if "target_hidden_size" in config:
             sizes["target_hidden_size"] = shapes["target"].hidden
-            states = list(taps(shapes["target"].layers))
+            layers = shapes["target"].layers
+            states = [2, layers // 2, layers - 3]  # EAGLE-3's rule
             sizes["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": states}
         (folder / name / "config.json").write_text(json.dumps({**config, **sizes}))
     drafts = {name: name for name in shapes if name != "target"}

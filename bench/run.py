@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("bench", "tests", "tools")]
 
 EXACT = ("lossless", "rounding", "kills")
 """Checks that do not read the clock, the longest first."""

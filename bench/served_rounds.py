@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 from lab import ROOT, chain, requests, say, stored
 
-from spectune.demo import mtp
 from spectune.engines.abilities import VLLM
 from spectune.engines.protocol import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.command import speculative_config
@@ -36,6 +35,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.schema import Sampling
+from train_demo import mtp
 
 MOST, SEATS, TOKENS, COUNT = 8, 8, 64, 10
 DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}

@@ -19,7 +19,7 @@ from evidence import ROUNDS, Document, cells, over, replayed, row, state_folder
 from lab import EAGLE_WIDTH, Halves
 from pairs import chain
 
-from spectune.demo.corpus import code_documents, package_documents, prose_documents
+from spectune.demo.corpus import code_documents, prose_documents
 from spectune.optimizer.fit.dynaspec import fit_router, hidden_states
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
 from spectune.runtime.policies.artifacts import ROUTER
@@ -27,6 +27,7 @@ from spectune.runtime.policies.dynaspec import Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.shortlists import Router
 from spectune.traces.tables import Trajectory
+from train_demo.corpus import package_documents
 
 SHARE, DEPTH, TOP_N = 0.22, 5, 60
 """Of the vocabulary, the paper's 28k of 128k; levels and nodes of EAGLE-2's trees."""

@@ -1,1 +1,1 @@
-"""The pair of small models that ships, the script that trained it, and prompts to run it on."""
+"""The pair of small models that ships, and prompts to run it on."""

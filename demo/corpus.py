@@ -1,10 +1,10 @@
-"""The text that pairs are trained on, and the rule that says which of it is held out.
+"""The text that the demo's prompts are cut from, and the rule that says which of it is held out of
+training.
 
-Three categories: `code` (the Python standard library's own source, for larger pairs that of
-installed packages too), `prose` (the library's docstrings, and the topics of `help()`), `math`
-(GSM8K's training split, given as a file). Whether a document is held out is a function of its key
-alone, a package's of the package's name, so training and prompts agree on it on every machine and
-every Python version. Nothing here imports torch.
+Three categories: `code` (the Python standard library's own source), `prose` (the library's
+docstrings, and the topics of `help()`), `math` (word problems). Whether a document is held out is a
+function of its key alone, so training and prompts agree on it on every machine and every Python
+version. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import json
 import os
 import sysconfig
 import warnings
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-END_OF_TEXT = "<|endoftext|>"
 CATEGORIES = ("code", "prose", "math")
 
 # The salt was chosen, among a few, for a held-out set rich in both functions and docstrings on
@@ -46,8 +44,6 @@ _TOPICS_FILE = "pydoc_data/topics.py"
 # Shorter docstrings say little on their own, and the code documents hold them anyway.
 _MIN_PROSE_CHARS = 120
 _MAX_FILE_BYTES = 400_000
-# The few largest packages, whose modules are much alike, would outweigh all others.
-_MAX_PACKAGE_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def _sources(root: Path) -> list[PurePosixPath]:
+def modules_below(root: Path) -> list[PurePosixPath]:
     """The modules below a folder, relative to it and sorted; folders that are left out are not
     entered, as they hold most files."""
     found = []
@@ -77,7 +73,7 @@ def _sources(root: Path) -> list[PurePosixPath]:
     return sorted(path for path in found if str(path) not in {*_EXCLUDED_FILES, _TOPICS_FILE})
 
 
-def _read(path: Path) -> str | None:
+def read_module(path: Path) -> str | None:
     """The file's text with plain newlines, or None when it is no UTF-8 text, too large, or cannot
     be read."""
     try:
@@ -94,40 +90,13 @@ def code_documents(held_out: bool, /) -> tuple[Document, ...]:
     from its root."""
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
-    for path in _sources(root):
+    for path in modules_below(root):
         if is_held_out(str(path)) != held_out:
             continue
-        text = _read(root / path)
+        text = read_module(root / path)
         if text and text.strip():
             documents.append(Document("code", str(path), text))
     return tuple(documents)
-
-
-@cache
-def package_documents(folders: tuple[Path, ...], held_out: bool, /) -> tuple[Document, ...]:
-    """The modules of packages installed below ``folders`` (``site-packages``) on one side of the
-    rule, whole packages on either; no text twice. A package is read from the first folder that has
-    it; of a large one every second module, or every third, and so on."""
-    documents: dict[str, Document] = {}
-    packages: dict[str, list[Path]] = {}
-    # A text may stand in several packages: it must not reach training by another name.
-    elsewhere = set() if held_out else {d.text for d in package_documents(folders, True)}
-    for root in folders:
-        of_root: dict[str, list[Path]] = {}
-        for module in _sources(root):
-            of_root.setdefault(module.parts[0], []).append(root / module)
-        packages = of_root | packages
-    for package, paths in packages.items():
-        if is_held_out(package) != held_out:
-            continue
-        every = 1 + sum(path.stat().st_size for path in paths) // _MAX_PACKAGE_BYTES
-        for file in paths[::every]:
-            text = _read(file)
-            # The tokenizer would take the mark for the end of a document.
-            if text and text.strip() and END_OF_TEXT not in text and text not in elsewhere:
-                key = "/".join(file.parts[file.parts.index(package) :])
-                documents.setdefault(text, Document("code", key, text))
-    return tuple(documents.values())
 
 
 def parse(text: str) -> ast.Module | None:
@@ -179,38 +148,3 @@ def prose_documents(held_out: bool, /) -> tuple[Document, ...]:
         if document.text not in elsewhere:
             unique.setdefault(document.text, document)
     return tuple(unique.values())
-
-
-def math_documents(gsm8k: Path) -> tuple[Document, ...]:
-    """GSM8K's rows as "Question: ...\\nAnswer: ..."; the key is the question.
-
-    `gsm8k` has one JSON object a line, with `question` and `answer`. The calculator marks
-    (<<48/2=24>>) are taken out, so that the text reads as a person would write it.
-    """
-    documents = []
-    # Not splitlines: a question may hold other line separators, such as U+2028.
-    for line in gsm8k.read_text(encoding="utf-8").rstrip("\n").split("\n"):
-        row = json.loads(line)
-        question, answer = row["question"].strip(), row["answer"].strip()
-        while "<<" in answer and ">>" in answer:
-            before, _, rest = answer.partition("<<")
-            answer = before + rest.partition(">>")[2]
-        documents.append(
-            Document("math", f"gsm8k#{question}", f"Question: {question}\nAnswer: {answer}")
-        )
-    return tuple(documents)
-
-
-def corpus(gsm8k: Path, packages: tuple[Path, ...] = ()) -> tuple[list[Document], list[Document]]:
-    """All documents, as (training, held out), each ordered by category: code, prose, math."""
-    rows = math_documents(gsm8k)
-    training, held_out = (
-        [
-            *code_documents(side),
-            *package_documents(packages, side),
-            *prose_documents(side),
-            *(r for r in rows if is_held_out(r.key) == side),
-        ]
-        for side in (False, True)
-    )
-    return training, held_out

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectune.demo.corpus import END_OF_TEXT, code_documents
+from spectune.demo.corpus import code_documents
 from spectune.demo.prompts import demo_workload
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo" / "pair"
@@ -72,7 +72,7 @@ def test_tokenizers_are_one() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
     assert len(tokenizer) == 4096
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 0
-    assert tokenizer.convert_ids_to_tokens(0) == END_OF_TEXT
+    assert tokenizer.convert_ids_to_tokens(0) == "<|endoftext|>"
 
 
 @pytest.mark.parametrize("text", AWKWARD)

@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from spectune.cli import main
-from spectune.demo import train
-from spectune.demo.batches import pack, read_corpus
-from spectune.demo.corpus import END_OF_TEXT, code_documents, package_documents
-from spectune.demo.parts import load_parts, round_weights, save_parts
+from spectune.demo.corpus import code_documents
+from train_demo import train
+from train_demo.batches import pack, read_corpus
+from train_demo.corpus import END_OF_TEXT, package_documents
+from train_demo.parts import load_parts, round_weights, save_parts
 
 HEAD = '{"draft": "head", "window": {"kind": "fixed", "gamma": 3}}'
 

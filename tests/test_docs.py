@@ -284,7 +284,7 @@ def test_the_table_of_the_paper_names_what_there_is() -> None:
 def test_files_that_are_mentioned_exist() -> None:
     for page, text in PAGES.items():
         for path in re.findall(
-            r"`((?:traces|runtime|optimizer|db|demo|tests|docs)/[\w/.]+)`", text
+            r"`((?:traces|runtime|optimizer|db|demo|tests|tools|docs)/[\w/.]+)`", text
         ):
             assert (ROOT / path).exists(), (page, path)
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectune.demo.head import Head, Unroller, begin_as_target
 from spectune.engines.export import engine_settings
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.checkpoints import is_head
@@ -31,6 +30,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import PairError
 from tests.pairs import chain, make_pair, tiny_model, tokenizer
+from train_demo.head import Head, Unroller, begin_as_target
 
 VOCAB, HIDDEN, LAYERS = 300, 48, 7
 TAPS = (2, 3, 4)

@@ -80,8 +80,8 @@ BESIDE = {
 def sources() -> Iterator[tuple[str, Path]]:
     """(module, file) of every module that ships."""
     for file in [
-        *(ROOT / f"{name}.py" for name in OURS[:3]),
-        *(f for p in OURS[3:9] for f in sorted((ROOT / p).rglob("*.py"))),
+        *(ROOT / f"{name}.py" for name in OURS[:4]),
+        *(f for p in OURS[4:10] for f in sorted((ROOT / p).rglob("*.py"))),
     ]:
         parts = file.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
@@ -168,9 +168,10 @@ def test_no_import_circle() -> None:
 def test_everything_is_imported_as_spectune() -> None:
     """As ``traces`` or ``db`` it would be another module, and could be another distribution's."""
     assert Path(spectune.__file__).resolve().parent == ROOT
-    for file in [*MODULES.values(), *ROOT.glob("bench/*.py"), *ROOT.glob("tests/**/*.py")]:
+    beside = [file for top in ("bench", "tests", "tools") for file in (ROOT / top).rglob("*.py")]
+    for file in [*MODULES.values(), *beside]:
         text = file.read_text(encoding="utf-8")
         if file != Path(__file__):
             assert not re.search(
-                rf"^\s*(from|import) ({'|'.join(OURS[:9])})\b", text, re.MULTILINE
+                rf"^\s*(from|import) ({'|'.join(OURS[:10])})\b", text, re.MULTILINE
             ), file

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from waiting import eventually
 
 from spectune.api import follow, retrace
-from spectune.demo import mtp
 from spectune.demo.prompts import demo_workload
 from spectune.engines.protocol import Wanted
 from spectune.engines.vllm.command import speculative_config
@@ -30,6 +29,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Panorama
+from train_demo import mtp
 
 MOST, TOKENS = 6, 20
 PROMPTS = [line["turns"][0] for line in demo_workload()][::12][:4]

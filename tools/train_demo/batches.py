@@ -13,16 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from spectune.demo.corpus import (
-    CATEGORIES,
-    END_OF_TEXT,
-    Document,
-    corpus,
-    docstrings,
-    package_documents,
-)
+from spectune.demo.corpus import CATEGORIES, Document, docstrings
 from spectune.demo.prompts import demo_workload, make_prompts
-from spectune.demo.recipes import MAX_POSITIONS
+from train_demo.corpus import END_OF_TEXT, corpus, package_documents
+from train_demo.recipes import MAX_POSITIONS
 
 _TOKENIZER_CHARS = 40_000_000
 """Characters that a tokenizer is trained on, at most about."""

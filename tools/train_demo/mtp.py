@@ -1,11 +1,11 @@
 """Trains an MTP layer on the demo target, for vLLM: in the layout of MiMo, whose target is a Qwen2.
 
-    python -m spectune.demo.mtp --out build/mtp [--gsm8k gsm8k_train.jsonl]
+    PYTHONPATH=tools python -m train_demo.mtp --out build/mtp [--gsm8k gsm8k_train.jsonl]
 
 The target goes on from text of the standard library (and of GSM8K); the layer learns its law there
-and over several steps of its own output, as the EAGLE-3 head does (`demo/head.py`). At a position
-it reads the target's last hidden state and the embedding of the token that follows, and predicts
-the one after. vLLM serves what is written with ``--speculative-config '{"method": "mtp", ...}'``.
+and over several steps of its own output, as the EAGLE-3 head does (`head.py`). At a position it
+reads the target's last hidden state and the embedding of the token that follows, and predicts the
+one after. vLLM serves what is written with ``--speculative-config '{"method": "mtp", ...}'``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from spectune.demo.batches import Windows, encode
-from spectune.demo.corpus import (
-    CATEGORIES,
-    code_documents,
-    is_held_out,
-    math_documents,
-    prose_documents,
-)
-from spectune.demo.head import Attention, Unrolled, unroll
-from spectune.demo.train import adamw, generate, stable_then_decay, unrolled_loss
+from spectune.demo.corpus import CATEGORIES, code_documents, is_held_out, prose_documents
 from spectune.runtime.pair import read_pair
+from train_demo.batches import Windows, encode
+from train_demo.corpus import math_documents
+from train_demo.head import Attention, Unrolled, unroll
+from train_demo.train import adamw, generate, stable_then_decay, unrolled_loss
 
 ROWS, LENGTH = 256, 256
 """Texts that the target writes, and tokens of each."""
@@ -206,7 +201,7 @@ def checkpoint(out: Path, steps: int = STEPS, rows: int = ROWS, gsm8k: Path | No
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
-        prog="python -m spectune.demo.mtp",
+        prog="PYTHONPATH=tools python -m train_demo.mtp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

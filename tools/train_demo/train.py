@@ -1,7 +1,7 @@
 """Trains a target, two drafts and an EAGLE-3 head: the demo pair, or a larger one.
 
-    python -m spectune.demo.train --gsm8k gsm8k_train.jsonl --out demo/pair
-    python -m spectune.demo.train --shape large --gsm8k gsm8k_train.jsonl \\
+    PYTHONPATH=tools python -m train_demo.train --gsm8k gsm8k_train.jsonl --out demo/pair
+    PYTHONPATH=tools python -m train_demo.train --shape large --gsm8k gsm8k_train.jsonl \\
         --corpus .venv/lib/python3.11/site-packages --out build/large --work build/large-work
 
 Four stages, each of which leaves files in `--work` that are read instead of running it again:
@@ -11,11 +11,11 @@ Four stages, each of which leaves files in `--work` that are read instead of run
   the others learn from;
 - drafts: learn the target's law (KL divergence) on batches that are half corpus, half text that
   the target wrote itself, because that is what they will be asked to foresee;
-- head: likewise, over several steps of its own output (`demo/head.py`).
+- head: likewise, over several steps of its own output (`head.py`).
 
 A stage has as many steps as its shape says, so that a seed and a device determine the result; or
-with `--seconds` it goes by the clock. What the last three leave (`demo/parts.py`) is small: a pair
-may be trained on one machine and published on another, by the same command with `--parts`.
+with `--seconds` it goes by the clock. What the last three leave (`parts.py`) is small: a pair may
+be trained on one machine and published on another, by the same command with `--parts`.
 
 On a CPU with glibc, MALLOC_MMAP_THRESHOLD_=8589934592 and MALLOC_TRIM_THRESHOLD_=17179869184 in the
 environment keep the large logits from being mapped and unmapped each step: measured, 1.6 times the
@@ -41,10 +41,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticCache
 
-from spectune.demo import head
-from spectune.demo.batches import prepare, read_corpus
-from spectune.demo.parts import load_parts, round_weights, save_parts
-from spectune.demo.recipes import RECIPES, build_model
+from train_demo import head
+from train_demo.batches import prepare, read_corpus
+from train_demo.parts import load_parts, round_weights, save_parts
+from train_demo.recipes import RECIPES, build_model
 
 STAGES = {"target": ("target",), "drafts": ("small", "medium"), "head": ("head",)}
 """The models that a stage trains."""
@@ -384,7 +384,7 @@ class Trainer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and trains."""
     parser = argparse.ArgumentParser(
-        prog="python -m spectune.demo.train",
+        prog="PYTHONPATH=tools python -m train_demo.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
