@@ -95,13 +95,12 @@ class Server:
 
     def start(self) -> None:
         """Returns once the server answers."""
-        self._run(
-            "pg_ctl", "-l", str(self.folder / "log"), "-o", self._options, "-w", "-t", "60", "start"
-        )
+        how = "-l", str(self.folder / "log"), "-o", self._options
+        self._run("pg_ctl", *how, "-w", "-t", "240", "start")
 
     def stop(self) -> None:
         """Cuts connections and drops what is in memory, as in a crash."""
-        self._run("pg_ctl", "-m", "immediate", "-w", "stop")
+        self._run("pg_ctl", "-m", "immediate", "-w", "-t", "240", "stop")
 
     def signal(self, number: int) -> None:
         """Sends a signal to each of its processes: after SIGSTOP the system still takes connections

@@ -21,6 +21,7 @@ from test_shortlists import artifacts as shortlist_artifacts
 from test_tree_parity import STATIC, artifacts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from waiting import PATIENCE_S
 
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
 from spectune.runtime.cuda import graphs
@@ -368,7 +369,7 @@ def test_decoding_goes_on_while_a_policy_is_captured(tmp_path: Path, sampling: S
 
     def patient(compute: Callable[[], Outputs]) -> Any:
         begun.set()
-        waited.append(ended.wait(60))
+        waited.append(ended.wait(PATIENCE_S))
         return capture(compute)
 
     twins.recorder.capture = patient  # type: ignore[method-assign]
@@ -377,7 +378,7 @@ def test_decoding_goes_on_while_a_policy_is_captured(tmp_path: Path, sampling: S
     policy = parse_policy(top_k("near", 3, 3, 8))
     aside = Thread(target=prepare_for, args=(pair, policy))
     aside.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_S)
     texts[0] += rounds
     texts.append(list(going(pair, source, sampling)))
     ended.set()

@@ -18,7 +18,7 @@ from databases import NOT_POLICIES, publish_text, put_in_force
 from doors import Door, write_workload
 from recorded_texts import asked, plain_texts
 from synthetic import flat_profile, policy
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from spectune.db import DatabaseError
 from spectune.optimizer.deployment import Place
@@ -371,14 +371,14 @@ def test_leaving_does_not_wait_for_a_database_that_never_answers(
 
     def acknowledge(version: int, status: str, reason: str) -> None:
         asked.set()
-        frozen.wait(90)
+        frozen.wait(PATIENCE_S)
 
     source._acknowledge, source.patience_s = acknowledge, 0.05
     board.publish(7, fixed(5))
     began = time.monotonic()
     with source:
-        assert asked.wait(30)
-    assert time.monotonic() - began < 30
+        assert asked.wait(PATIENCE_S / 2)
+    assert time.monotonic() - began < PATIENCE_S
     assert "version 7 (applied) was not acknowledged" in source.unfinished
     frozen.set()
 

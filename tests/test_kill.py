@@ -16,7 +16,7 @@ from doors import Door, lines, write_lines, write_workload
 from kill_driver import run_kills
 from synthetic import policy
 from test_hot_reload import fixed, publish, statuses
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from spectune.db import open_database
 from spectune.runtime.loading import LoadedPair
@@ -49,7 +49,7 @@ def test_ctrl_c_is_one_line_and_exit_130_and_resumes(tiny_pair: Path, tmp_path: 
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.stdout.read() == ""
-    assert (process.wait(60), rest) == (130, INTERRUPTED)
+    assert (process.wait(PATIENCE_S), rest) == (130, INTERRUPTED)
     stored = trajectories(tmp_path / "spectune.db")
     assert 1 <= len(stored) < 12
     assert door.json("db", "check")["ok"] is True
@@ -70,7 +70,7 @@ def test_an_interrupted_run_keeps_what_it_has_served(tiny_pair: Path, tmp_path: 
         recording = run.stderr.readline().split()[1]
         eventually(lambda r=recording: any(of == r for of, _ in trajectories(Path(door.db))))
         run.send_signal(sent)
-        assert run.wait(60) == code
+        assert run.wait(PATIENCE_S) == code
         info = next(r for r in door.json("traces", "list")["recordings"] if r["id"] == recording)
         assert info["state"] == ("complete" if sent == signal.SIGTERM else "recording")
         assert 1 <= info["n_requests"] < 400
@@ -129,7 +129,7 @@ def test_swaps_across_two_processes(
         assert acknowledged(applied[-1], "applied"), ended
     refused = publish(store, pair, policy("third", 3))
     assert acknowledged(refused, "refused"), ended
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.poll() == 0, err
     assert statuses(store) == [*((v, "applied") for v in (1, *applied)), (refused, "refused")]
     listed = door.json("policies", "list", *of_pair)["publications"]

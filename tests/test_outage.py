@@ -16,7 +16,7 @@ from recorded_texts import asked, plain_texts
 from synthetic import policy
 from test_publishing import settings
 from test_schedules import HOUR, T0
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from spectune.db import UnavailableError
 from spectune.db.schedules import Schedule
@@ -29,8 +29,6 @@ from spectune.runtime.reload import WatchedSource
 from spectune.traces.schema import Sampling
 
 PROMPT, TOKENS = "def add(a, b):", 24
-HANGS_S = 30.0
-"""Far more than any limit here: who takes longer hangs."""
 
 
 @pytest.fixture
@@ -44,8 +42,14 @@ def server() -> Iterator[Server]:
 
 
 def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
-    server: Server, pair: LoadedPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Server,
+    pair: LoadedPair,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The server may take so long to come back; the attempt is handed back, and not lost.
+    monkeypatch.setattr("spectune.optimizer.schedule.worker.PATIENCE_S", PATIENCE_S)
     crashed, end = threading.Event(), threading.Event()
 
     def crash_amid(phase: str, done: int, _total: int) -> None:
@@ -70,7 +74,7 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
             assert source.current().version == first
             worker.start()
             try:
-                assert crashed.wait(60)
+                assert crashed.wait(PATIENCE_S)
                 eventually(lambda: "cannot record how the job ended" in caplog.text)
                 eventually(lambda: source.last_error)
                 with pytest.raises(UnavailableError):
@@ -78,15 +82,13 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
                 decoder = Decoder(pair, source)
                 rounds = list(decoder.rounds(asked(decoder, PROMPT, Sampling(), TOKENS)))
                 server.start()
-                back = time.monotonic()
                 second = put_in_force(store, pair.id, policy("near", 4), **served)
                 eventually(lambda: source.current().version == second)
                 eventually(lambda: row().attempt == 2)  # the worker runs the tuning again
-                assert time.monotonic() - back < HANGS_S
                 eventually(lambda: (row().last or {}).get("outcome") == "done")
             finally:
                 end.set()
-                worker.join(60)
+                worker.join(PATIENCE_S)
         (plain,) = plain_texts(pair, {"r": PROMPT}, Sampling(), TOKENS)
         assert [t for item in rounds for t in item.tokens] == plain.output_ids.tolist()
         assert {item.step.policy for item in rounds} == {policy("near", 2).id}
@@ -111,6 +113,6 @@ def test_a_server_that_hangs_stops_no_decode(
             decoder = Decoder(pair, source)
             rounds = [*decoder.rounds(asked(decoder, PROMPT, Sampling(), TOKENS))]
             assert rounds[-1].step.policy == policy("near", 3).id
-        assert time.monotonic() - begun < HANGS_S
+        assert time.monotonic() - begun < PATIENCE_S
         assert "was given up" in source.unfinished
         server.signal(signal.SIGCONT)

@@ -17,6 +17,7 @@ import pytest
 from databases import opened
 from doors import Door
 from trace_values import a_recording
+from waiting import PATIENCE_S
 
 NOBODY = 65534
 READS = (
@@ -66,7 +67,7 @@ def as_reader(folder: Path, act: Callable[[], Any]) -> Any:
     results = context.Queue()
     child = context.Process(target=as_nobody)
     child.start()
-    answer = results.get(timeout=60)
+    answer = results.get(timeout=PATIENCE_S)
     child.join()
     assert content() == before
     return answer

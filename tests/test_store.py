@@ -31,6 +31,7 @@ from trace_values import (
     damage,
     steps_of,
 )
+from waiting import PATIENCE_S
 
 from spectune.db import CorruptedChunkError, Database, NotFoundError, StaleVersionError, check
 from spectune.db.urls import parse_url
@@ -325,7 +326,7 @@ def test_publishing_for_a_gpu_and_for_all_of_them_is_one_after_the_other(
         second.join(0.3)
 
     version = publish("a", device="cuda", expected=0, guard=meanwhile)
-    second.join(20)
+    second.join(PATIENCE_S)
     assert len(refused) == 1
     assert f"publication {version} is in force, not 0" in refused[0]
 
@@ -536,12 +537,12 @@ def test_appending_while_the_recording_is_pruned(
 
     def append() -> int:
         if first == "prune":
-            pausing.has_written.wait(20)
+            pausing.has_written.wait(PATIENCE_S)
         return TraceStore(pausing).append_trajectories(begun.id, items)
 
     def remove() -> int:
         if first == "append":
-            pausing.has_written.wait(20)
+            pausing.has_written.wait(PATIENCE_S)
         found = prune(TraceStore(pausing), ["recordings"], named=[begun.id])
         return len(found["recordings"]["removed"])
 
@@ -572,7 +573,7 @@ def test_what_is_resumed_or_cited_while_prune_waits_for_it_is_spared(
         )
 
     def remove() -> object:
-        pausing.has_written.wait(20)
+        pausing.has_written.wait(PATIENCE_S)
         before = datetime.now(UTC) - timedelta(days=30)
         return prune(TraceStore(pausing), ["recordings"], before=before)["recordings"]
 

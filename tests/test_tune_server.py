@@ -14,7 +14,7 @@ from databases import opened, put_in_force
 from doors import Door, write_lines
 from doubles import MOST, FakeVllm, served
 from synthetic import policy
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from spectune.engines.vllm.follow import Follower
 from spectune.engines.vllm.locks import FolderLock
@@ -81,7 +81,7 @@ def test_what_was_in_force_is_put_back(
         follower.once()
         assert json.loads((fake.folder / "policy.json").read_text())["version"] < 0
         process.send_signal(how)
-        assert process.wait(60) == (130 if how == signal.SIGINT else -how)
+        assert process.wait(PATIENCE_S) == (130 if how == signal.SIGINT else -how)
         if how == signal.SIGKILL:
             follower.once()
     eventually(lambda: fake.version == 3)
