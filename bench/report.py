@@ -70,7 +70,7 @@ def lossless(d: Figures) -> tuple[str, str]:
 def fidelity(d: Figures) -> tuple[str, str]:
     rows = [r for r in d["rows"] if r["kind"] != "shortlists"]
     errors, again = ([abs(r[key]) for r in rows] for key in ("error_after_factor", "repeat_error"))
-    tables = max(t["median_error_after_factor"] for t in d["tables"])
+    tables = max(t["error"] for t in d["tables"])
     near = within(errors, again, (0.03, 0.06), 0.5)
     return d["summary"], worst((near, exactly(tables <= 0.05)))
 
