@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "record": (of.Record, "record.record"),
     "profile": (of.Profile, "profile.profile"),
     "simulate": (of.Simulate, "simulate.simulate"),
-    "run": (of.Run, "run.run"),
+    "run": (of.RunCommand, "run.run"),
     "tune": (of.Tune, "tune.tune"),
     "fit": (of.Fit, "fit.fit"),
     "report": (of.Report, "report.report"),

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from spectune.settings import FILE, TYPED, WHERE, File, Group, Kind, Settings
+from spectune.settings import FILE, TYPED, WHERE, File, Group, OptionKind, Settings
 from spectune.traces.errors import ConfigError
 from spectune.traces.files import read_text
 from spectune.traces.text import shortened
@@ -46,20 +46,20 @@ class Option:
         return f"{name}_" if iskeyword(name) else name
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> OptionKind:
         """What its values look like."""
         kinds = (self.field, self.field.annotation, *get_args(self.field.annotation))
         for kind in kinds:
             metadata: Any = getattr(kind, "metadata", ()) or getattr(kind, "__metadata__", ())
             for item in metadata:
-                if isinstance(item, Kind):
+                if isinstance(item, OptionKind):
                     return item
         if choices := [c for k in kinds if get_origin(k) is Literal for c in get_args(k)]:
-            return Kind("|".join(choices))
+            return OptionKind("|".join(choices))
         texts = " ".join(map(str, kinds[1:]))
         if "bool" in texts:
-            return Kind("true|false")
-        return Kind("NUMBER" if "float" in texts else "N" if "int" in texts else "TEXT")
+            return OptionKind("true|false")
+        return OptionKind("NUMBER" if "float" in texts else "N" if "int" in texts else "TEXT")
 
     @property
     def default_text(self) -> str:

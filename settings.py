@@ -40,7 +40,7 @@ _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionKind:
     """What the values of an option look like; ``many``: it may be repeated."""
 
     metavar: str
@@ -157,28 +157,33 @@ def _noted_texts(value: Any) -> str | float:
     raise ValueError("all, none or a share such as 0.1 is expected")
 
 
-Duration = Annotated[float, BeforeValidator(_duration), Kind("TIME")]
-Size = Annotated[int, BeforeValidator(_size), Kind("SIZE")]
-NotedTexts = Annotated[str | float, BeforeValidator(_noted_texts), Kind("all|none|SHARE")]
-Moment = Annotated[datetime, BeforeValidator(_moment), Kind("AGE|TIME")]
+Duration = Annotated[float, BeforeValidator(_duration), OptionKind("TIME")]
+Size = Annotated[int, BeforeValidator(_size), OptionKind("SIZE")]
+NotedTexts = Annotated[str | float, BeforeValidator(_noted_texts), OptionKind("all|none|SHARE")]
+Moment = Annotated[datetime, BeforeValidator(_moment), OptionKind("AGE|TIME")]
 Since = Annotated[
-    timedelta | datetime, BeforeValidator(_since), PlainSerializer(_since_text), Kind("AGE|TIME")
+    timedelta | datetime,
+    BeforeValidator(_since),
+    PlainSerializer(_since_text),
+    OptionKind("AGE|TIME"),
 ]
-AnyPath = Annotated[str, BeforeValidator(_text), Kind("FILE")]
-PolicyName = Annotated[str, BeforeValidator(_text), Kind("POLICY")]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), Kind("TEXT", many=True)]
-PolicyNames = Annotated[tuple[str, ...], BeforeValidator(_texts), Kind("POLICY", many=True)]
-Paths = Annotated[dict[str, str], BeforeValidator(_by_name), Kind("[NAME=]PATH", many=True)]
+AnyPath = Annotated[str, BeforeValidator(_text), OptionKind("FILE")]
+PolicyName = Annotated[str, BeforeValidator(_text), OptionKind("POLICY")]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), OptionKind("TEXT", many=True)]
+PolicyNames = Annotated[tuple[str, ...], BeforeValidator(_texts), OptionKind("POLICY", many=True)]
+Paths = Annotated[dict[str, str], BeforeValidator(_by_name), OptionKind("[NAME=]PATH", many=True)]
 Lengths = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=LARGEST)], ...], BeforeValidator(_numbers), Kind("N,N")
+    tuple[Annotated[int, Field(ge=1, le=LARGEST)], ...],
+    BeforeValidator(_numbers),
+    OptionKind("N,N"),
 ]
-Deployment = Annotated[str, BeforeValidator(_deployment), Kind("NAME")]
+Deployment = Annotated[str, BeforeValidator(_deployment), OptionKind("NAME")]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Engine = Literal["native", "vllm"]
+EngineName = Literal["native", "vllm"]
 Device = Literal["auto", "cpu", "cuda"]
-DeviceName = Annotated[str, BeforeValidator(_device_name), Kind("DEVICE")]
+DeviceName = Annotated[str, BeforeValidator(_device_name), OptionKind("DEVICE")]
 
 
 WHERE = {
@@ -241,7 +246,7 @@ class Group(BaseModel):
     )  # fmt: skip
 
 
-class Requests(Group):
+class RequestsSettings(Group):
     """Which requests of a workload, and how they are read."""
 
     acts: ClassVar[str] = "texts"
@@ -267,7 +272,7 @@ class Requests(Group):
     )
 
 
-class Sampling(Group):
+class SamplingSettings(Group):
     """How texts are decoded."""
 
     acts: ClassVar[str] = "texts"
@@ -284,7 +289,7 @@ class Sampling(Group):
     chat: bool = setting(True, "Apply the tokenizer's chat template.")
 
 
-class Search(Group):
+class SearchSettings(Group):
     """What `tune` tries by replay."""
 
     gamma_max: int = setting(
@@ -299,7 +304,7 @@ class Search(Group):
     )
 
 
-class Trees(Group):
+class TreesSettings(Group):
     """Draft trees that are recorded and searched."""
 
     acts: ClassVar[str] = "native"
@@ -314,7 +319,7 @@ class Trees(Group):
     depth: int = setting(8, "Levels of the deepest trees.", option="tree-depth", ge=1, le=64)
 
     @model_validator(mode="after")
-    def _check_pool(self) -> Trees:
+    def _check_pool(self) -> TreesSettings:
         candidates = self.width + (self.depth - 1) * self.width**2
         if candidates > POOL_LIMIT:
             raise ValueError(
@@ -324,7 +329,7 @@ class Trees(Group):
         return self
 
 
-class Race(Group):
+class RaceSettings(Group):
     """Executions that decide between the best by replay."""
 
     budget: Duration = setting(
@@ -335,7 +340,7 @@ class Race(Group):
     )
 
 
-class Load(Group):
+class LoadSettings(Group):
     """How requests come to an engine that serves many at once."""
 
     acts: ClassVar[str] = "engine server"
@@ -417,7 +422,7 @@ class OnDevice(Settings):
     )
 
 
-class Decoding(OnDevice, OnPair):
+class OnWorkload(OnDevice, OnPair):
     """Names a workload, and how it is decoded. ``prompts`` are Python's: texts, objects as the
     lines of a workload are, or a Workload."""
 
@@ -425,17 +430,17 @@ class Decoding(OnDevice, OnPair):
         (), "'demo' (default), or files (JSONL, JSON, CSV, Parquet).", acts="texts"
     )
     prompts: Any = Field(None, exclude=True)
-    requests: Requests = group(Requests(), "limit")
-    sampling: Sampling = group(Sampling(), "max_new_tokens", "temperature")
+    requests: RequestsSettings = group(RequestsSettings(), "limit")
+    sampling: SamplingSettings = group(SamplingSettings(), "max_new_tokens", "temperature")
 
 
-class File(InPlace, Decoding):
+class File(InPlace, OnWorkload):
     """What ``spectune.toml`` may hold."""
 
-    search: Search = group(Search())
-    trees: Trees = group(Trees())
-    race: Race = group(Race())
-    load: Load = group(Load())
+    search: SearchSettings = group(SearchSettings())
+    trees: TreesSettings = group(TreesSettings())
+    race: RaceSettings = group(RaceSettings())
+    load: LoadSettings = group(LoadSettings())
 
 
 # ----------------------------------------------------------------------------------------- commands
@@ -669,7 +674,7 @@ class Follow(OnPair):
     once: bool = setting(False, "Do what there is to do, then end.")
 
 
-class Check(Decoding):
+class Check(OnWorkload):
     """Is a draft worth tuning? Before any server runs: whether it goes with the target, how many of
     its tokens are accepted on a few prompts, below what cost it gains, what it costs here, its
     memory, and how long a `tune` takes. Nothing is stored unless --db is typed."""
@@ -679,9 +684,11 @@ class Check(Decoding):
     target: AnyPath | None = argument(None, "A target checkpoint, a pair file, or 'demo'.")
     drafts: Paths = setting({}, "Draft of the target; repeatable.", option="draft")
     workload: Texts = argument((), "Files of prompts; default: 'demo'.")
-    requests: Requests = group(Requests(limit=32), "limit")
-    sampling: Sampling = group(Sampling(max_new_tokens=64), "max_new_tokens", "temperature")
-    search: Search = group(Search(gamma_max=8), "gamma_max")
+    requests: RequestsSettings = group(RequestsSettings(limit=32), "limit")
+    sampling: SamplingSettings = group(
+        SamplingSettings(max_new_tokens=64), "max_new_tokens", "temperature"
+    )
+    search: SearchSettings = group(SearchSettings(gamma_max=8), "gamma_max")
     budget: Duration = setting(60.0, "Read fewer prompts where all would take longer.")
 
 
@@ -720,23 +727,23 @@ class Report(Settings):
 WORKERS = "Record on a Dask cluster too: its scheduler's address, tcp://HOST:8786."
 
 
-class Decoded(InPlace, Decoding):
+class WithPolicy(InPlace, OnWorkload):
     """Decodes a workload with a policy, by the native decoder or another engine."""
 
     policy: PolicyName = setting(
         "active", "A file, inline JSON, an id, active, autoregressive.", positional=True
     )
-    engine: Engine = setting("native", "What executes (`engines` lists what each can do).")
+    engine: EngineName = setting("native", "What executes (`engines` lists what each can do).")
     concurrency: Count = setting(1, "Requests at a time, on an engine that batches.")
 
 
-class Run(Decoded):
+class RunCommand(WithPolicy):
     """Execute a policy on a workload and measure it. With --policy active, publications made
     meanwhile are picked up between two rounds."""
 
     example = "run --pair demo --policy policy.json --limit 32 --outputs texts.jsonl"
 
-    requests: Requests = group(Requests(), "limit", "category")
+    requests: RequestsSettings = group(RequestsSettings(), "limit", "category")
     profile: str | None = setting(
         None, "Profile for windows that need costs; default: the latest.", hidden=True
     )
@@ -746,7 +753,7 @@ class Run(Decoded):
     store: bool = setting(True, "Keep the run in the database.")
 
 
-class Record(Decoded):
+class Record(WithPolicy):
     """Decode a workload, store the texts, and compute each draft's proposals at every position.
 
     An unfinished recording of the same arguments is resumed. Trees are recorded on request; with
@@ -754,8 +761,8 @@ class Record(Decoded):
 
     example = "record --pair pair.json --workload chats.jsonl --temperature 0.7"
 
-    search: Search = group(Search(), "gamma_max")
-    trees: Trees = group(Trees(width=0), "width", "depth")
+    search: SearchSettings = group(SearchSettings(), "gamma_max")
+    trees: TreesSettings = group(TreesSettings(width=0), "width", "depth")
     resume: str | None = setting(None, "Make the panoramas that this recording lacks.")
     fresh: bool = setting(False, "Begin anew instead of resuming an unfinished recording.")
     workers: str | None = setting(None, WORKERS, hidden=True)
@@ -770,7 +777,7 @@ class Profile(OnDevice, OnPair):
 
     example = "profile --pair pair.json --engine vllm --concurrency 8 --gamma-max 6"
 
-    engine: Engine = setting("native", "What executes (`engines` lists what each can do).")
+    engine: EngineName = setting("native", "What executes (`engines` lists what each can do).")
     concurrency: Count = setting(8, "Measure from 1 to N requests at a time on an engine.")
     gamma_max: int | None = setting(
         None, "Longest drafts measured; default: 16, on an engine 8.", ge=1, le=64
@@ -798,11 +805,11 @@ class Simulate(InPlace):
     profile: str | None = setting(None, "Latency profile; default: the latest that fits.")
     engine: Literal["vllm"] | None = setting(None, "This engine's latest recording.")
     device: Device = setting("auto", "Whose profile; default: as recorded.", hidden=True)
-    load: Load = group(Load(), "arrivals", "ttft", "tpot")
+    load: LoadSettings = group(LoadSettings(), "arrivals", "ttft", "tpot")
     per_round: AnyPath | None = setting(None, "Write one JSON line per round.")
 
 
-class Tune(InPlace, Decoding):
+class Tune(InPlace, OnWorkload):
     """Find the fastest policy, prove it by execution, and publish it.
 
     Records the workload (or resumes, or finds it recorded), profiles the device, searches in
@@ -820,15 +827,15 @@ class Tune(InPlace, Decoding):
     recording: str | None = setting(None, "Tune on this recording; latest: the newest.")
     since: Since | None = setting(None, "Tune on a sample of what was decoded since, e.g. 24h.")
     engine: Literal["vllm"] | None = setting(None, "With --arrivals: its recording.")
-    load: Load = group(Load(), "arrivals")
+    load: LoadSettings = group(LoadSettings(), "arrivals")
     serve: bool = setting(
         False, "With --arrivals: start servers, execute there, and publish.", acts="engine"
     )
     url: str | None = setting(None, "A vLLM server that runs: tune it, with --folder.")
     folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")
-    search: Search = group(Search())
-    trees: Trees = group(Trees())
-    race: Race = group(Race(), "budget")
+    search: SearchSettings = group(SearchSettings())
+    trees: TreesSettings = group(TreesSettings())
+    race: RaceSettings = group(RaceSettings(), "budget")
     quick: bool = setting(
         False, "About two minutes: chains only, fewer requests and trials.", acts="native"
     )
@@ -851,7 +858,7 @@ class Generate(InPlace, OnDevice, OnPair):
     prompt: str = argument(..., "The prompt.")
     policy: PolicyName = setting("active", "A file, inline JSON, an id, active, autoregressive.")
     compare: bool = setting(True, "Decode again autoregressively for comparison.")
-    sampling: Sampling = group(Sampling(), "max_new_tokens", "temperature")
+    sampling: SamplingSettings = group(SamplingSettings(), "max_new_tokens", "temperature")
 
 
 class Fitting(Group):

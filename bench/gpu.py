@@ -131,11 +131,11 @@ def captured_pass(
 ) -> Callable[[], object]:
     """A pass of ``tokens`` that follow ``cached`` ones in a cache of at least ``capacity`` slots,
     with the best token after each: captured where the device lets it."""
-    from spectune.runtime.models import Kind
+    from spectune.runtime.models import PassKind
 
     model.reserve(capacity)
     if model.graphs is not None:
-        model.graphs.capture(tokens, Kind("ids"))
+        model.graphs.capture(tokens, PassKind("ids"))
     ids = torch.arange(cached + tokens, device=bench.device) % model.vocab_size
     model.read(ids[:cached], 0)
     return lambda: model.chain(ids[cached:], cached, logits=tokens, greedy=True)

@@ -51,7 +51,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Recording
@@ -171,7 +171,7 @@ def requests(
 ) -> Workload:
     """Requests of the demo workload, all categories in turn or one, cut to ``letters`` for pairs of
     short contexts."""
-    workload = read_files(["demo"], Requests(category=(category,) if category else ()))
+    workload = read_files(["demo"], RequestsSettings(category=(category,) if category else ()))
     found = workload.requests[skip : skip + limit]
     if letters is not None:
         found = tuple(replace(r, prompt=r.prompt[:letters]) for r in found)

@@ -55,17 +55,17 @@ from spectune.optimizer.fit.c2t import Examples, classifier_examples, fit_c2t, t
 from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.search import Study, search
+from spectune.optimizer.search import SearchStudy, search
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.spaces import DraftLimits, Space
 from spectune.runtime.perplexity import log_perplexity
-from spectune.runtime.policies.artifacts import CLASSIFIER, Fitted
+from spectune.runtime.policies.artifacts import CLASSIFIER, FittedArtifact
 from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.heterospec import FRACTIONS
 from spectune.traces.tables import LatencyProfile
-from spectune.traces.workloads import Line, make_workload
+from spectune.traces.workloads import WorkloadRow, make_workload
 
 DEPTH, TOP_N, ALPHA = 5, 60, 3
 """EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
@@ -289,7 +289,7 @@ class Ranking:
         nodes = classifier_examples(trees, EAGLE_WIDTH, trees.forest.depth, count=1000)
         return cls(nodes, roc_auc_score(nodes.accepted, -nodes.joint_code))
 
-    def why(self, fitted: Fitted) -> str:
+    def why(self, fitted: FittedArtifact) -> str:
         weights = ClassifierWeights(**{name: fitted.arrays[name] for name in WEIGHTS})
         features = self.nodes.joint_code, self.nodes.entropy_code, self.nodes.depth
         area = roc_auc_score(self.nodes.accepted, weights.confidence(*features))
@@ -310,7 +310,7 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
     curve, source = tree_curve(h, draft), tree_source(h.store, h.recording, draft)
     ranking = Ranking.of(h, draft)
 
-    def of_any_draft(name: str) -> Fitted:
+    def of_any_draft(name: str) -> FittedArtifact:
         artifact = h.find(name)
         return replace(artifact, document={**artifact.document, "draft": None})
 
@@ -408,7 +408,9 @@ def draft_choice(quick: bool, temperature: float = 0.0) -> list[Document]:
     prompts and more of held-out code."""
     drafts, more = ("small", "medium"), code_prompts(code_documents(True))[PROMPTS_PER_CATEGORY:]
     prompts = [*demo_workload(), *({"turns": [text], "category": "code"} for text in more)]
-    workload = make_workload("choice", (Line(f"choice:{n}", p) for n, p in enumerate(prompts)))
+    workload = make_workload(
+        "choice", (WorkloadRow(f"choice:{n}", p) for n, p in enumerate(prompts))
+    )
     options: dict[str, Any] = {"workload": workload, "count": 460, "tokens": 64, "trees": False}
     options["verifier"] = "rejection" if temperature else "coupled"
     h = halves(state_folder(quick), temperature, quick, **options)
@@ -531,7 +533,7 @@ def whole_space(h: Halves) -> Space:
     return Space((*h.pair.models, "ngram"), GAMMA, limits)
 
 
-def searched(h: Halves, space: Space, profile: LatencyProfile, quick: bool) -> Study:
+def searched(h: Halves, space: Space, profile: LatencyProfile, quick: bool) -> SearchStudy:
     """A search on the half that is fitted to. It may read what the recording lacks, as those may
     that its choice is held against."""
     part = h.trace.select(h.fit)

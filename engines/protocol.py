@@ -89,7 +89,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Execution:
+class ExecutionPlan:
     """Requests that an engine was found able to serve."""
 
     prompts: Sequence[Prompt]
@@ -154,7 +154,7 @@ class Running(ABC):
         for, and EngineError where the engine fails."""
         server, longest = self.wanted, self.wanted.max_len
         self.engine.tables(policy, draft=server.draft, most=server.most, max_num_seqs=1)
-        asked = Execution(prompts, policy, load, sampling, max_new_tokens)
+        asked = ExecutionPlan(prompts, policy, load, sampling, max_new_tokens)
         for prompt in prompts:
             if not prompt.ids:
                 raise WorkloadError(f"request {prompt.id}: the prompt has no tokens")
@@ -167,7 +167,7 @@ class Running(ABC):
         return self._serve(asked)
 
     @abstractmethod
-    def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
+    def _serve(self, asked: ExecutionPlan) -> Generator[Answered, None, None]:
         """Raises at once for what else it cannot do."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spectune.db.errors import CorruptedChunkError, NotFoundError
-from spectune.runtime.policies.artifacts import Artifacts, Fitted
+from spectune.runtime.policies.artifacts import Artifacts, FittedArtifact
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
 
@@ -18,9 +18,9 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
     never changes.
     """
 
-    loaded: dict[str, Fitted] = {}
+    loaded: dict[str, FittedArtifact] = {}
 
-    def find(name: str) -> Fitted:
+    def find(name: str) -> FittedArtifact:
         if name not in loaded:
             try:
                 artifact = store.get_artifact(name)
@@ -40,7 +40,7 @@ def fitted(store: TraceStore, pair_id: str | None = None) -> Artifacts:
                     f"artifact {artifact.id} ({artifact.kind}) cannot be used (its document is no "
                     "JSON object)"
                 )
-            loaded[name] = Fitted(artifact.kind, artifact.document, artifact.arrays)
+            loaded[name] = FittedArtifact(artifact.kind, artifact.document, artifact.arrays)
         return loaded[name]
 
     return find

@@ -61,7 +61,7 @@ class _TimeIsUp(Exception):
 
 
 @dataclass
-class Turns:
+class AlternatingSource:
     """A policy source whose policies take turns."""
 
     plans: Sequence[Plan]
@@ -73,7 +73,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Check:
+class PairCheck:
     """What a check found on ``texts``: ``rows``, of each draft and length of a fixed window what is
     accepted and gained; ``worth``, of those whose speed was measured (None: of none). Seconds:
     ``token_s`` of a token without a draft (0: not measured), ``round_s`` of a round, ``decode_s``
@@ -118,7 +118,7 @@ def check_pair(
     budget_s: float,
     clock: Callable[[], float],
     progress: Progress,
-) -> Check:
+) -> PairCheck:
     """Checks every draft of a pair, prompt lookup among them, on as many requests of a workload,
     one at least, as ``budget_s`` seconds allow."""
     began = clock()
@@ -128,7 +128,7 @@ def check_pair(
     lengths = [gamma_max, *(k for k in MEASURED if k < gamma_max)]
     policies = [AUTOREGRESSIVE, *(_fixed(draft, k) for k in lengths for draft in drafts)]
     put_policies(store, policies)
-    source = Turns([prepare_for(pair, policy) for policy in policies])
+    source = AlternatingSource([prepare_for(pair, policy) for policy in policies])
     # However soon time is up, every category has had its turn.
     order = mixed(range(len(workload.requests)), [r.category for r in workload.requests])
     workload = replace(workload, requests=tuple(workload.requests[i] for i in order))
@@ -158,7 +158,7 @@ def check_pair(
     round_s = float(np.mean([step.round_s for r in texts for step in r.steps]))
     seconds = token_s, round_s, decode_s, read_s
     slope = None if profile is None else _slope(profile, gamma_max)
-    return Check(recording, [r.trajectory for r in read], rows, worth, *seconds, slope)
+    return PairCheck(recording, [r.trajectory for r in read], rows, worth, *seconds, slope)
 
 
 def _slope(profile: LatencyProfile, gamma_max: int) -> float:

@@ -48,7 +48,7 @@ class DecodeOptions:
     chat: bool = True
 
     @classmethod
-    def of(cls, s: settings.Sampling) -> DecodeOptions:
+    def of(cls, s: settings.SamplingSettings) -> DecodeOptions:
         """What settings say."""
         law = Sampling(s.temperature, s.top_k, s.top_p, s.seed)
         return cls(law, s.max_new_tokens, s.verifier, s.stop, s.chat)

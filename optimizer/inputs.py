@@ -14,21 +14,21 @@ from spectune.runtime.policies.document import (
     Policy,
     parse_policy,
 )
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.errors import PolicyError, WorkloadError
 from spectune.traces.files import parse_json, read_json
 from spectune.traces.schema import Outcome, Workload
 from spectune.traces.workload_files import read_workload
-from spectune.traces.workloads import Line, make_workload, take
+from spectune.traces.workloads import WorkloadRow, make_workload, take
 
-ALL_REQUESTS = Requests()
+ALL_REQUESTS = RequestsSettings()
 
 if TYPE_CHECKING:
     from spectune.traces.store import TraceStore
     from spectune.traces.tables import Publication, StoredPolicy
 
 
-def read_files(files: Sequence[str], requests: Requests = ALL_REQUESTS) -> Workload:
+def read_files(files: Sequence[str], requests: RequestsSettings = ALL_REQUESTS) -> Workload:
     """Returns ``demo``, or files read as one workload: those of its requests that are meant.
 
     Raises WorkloadError when malformed, empty, nothing is left of it, or a request has several
@@ -36,7 +36,7 @@ def read_files(files: Sequence[str], requests: Requests = ALL_REQUESTS) -> Workl
     """
     if list(files) == ["demo"] or not files:
         workload = make_workload(
-            "demo", (Line(f"demo:{i}", line) for i, line in enumerate(demo_workload()))
+            "demo", (WorkloadRow(f"demo:{i}", line) for i, line in enumerate(demo_workload()))
         )
     elif "demo" in files:
         raise WorkloadError("--workload demo cannot be mixed with files; record them apart")
@@ -47,7 +47,7 @@ def read_files(files: Sequence[str], requests: Requests = ALL_REQUESTS) -> Workl
     return narrow(workload, requests)
 
 
-def narrow(workload: Workload, requests: Requests) -> Workload:
+def narrow(workload: Workload, requests: RequestsSettings) -> Workload:
     """Returns the requests of some categories (all where none is named), ``limit`` of them as
     :func:`traces.workloads.take` draws them. Raises WorkloadError where none is left."""
     if requests.category:

@@ -57,7 +57,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Study:
+class SearchStudy:
     """What a search tried, fastest first."""
 
     trials: tuple[Trial, ...]
@@ -104,10 +104,10 @@ def search(
     trials: int = 400,
     seed: int = 0,
     incumbents: Iterable[Policy] = (),
-    earlier: Study | None = None,
+    earlier: SearchStudy | None = None,
     artifacts: Artifacts | None = None,
     progress: Callable[[int, int, float], None] = lambda trial, trials, best: None,
-) -> Study:
+) -> SearchStudy:
     """Searches a space on a trace.
 
     ``earlier`` is a study of this trace and profile that goes on: nothing in it is tried again.
@@ -158,7 +158,7 @@ def search(
                 break
         progress(n + 1, trials, max(t.value for t in tried.values()))
     order = tuple(_fastest_first(tried.values()))
-    return Study(order, seed, "TPE by draft and form", trace.request_ids)
+    return SearchStudy(order, seed, "TPE by draft and form", trace.request_ids)
 
 
 def _studies(space: Space, trials: int, seed: int) -> dict[tuple[str, str], optuna.study.Study]:
@@ -177,7 +177,7 @@ def _studies(space: Space, trials: int, seed: int) -> dict[tuple[str, str], optu
     }
 
 
-def finalists(study: Study, count: int = 4) -> list[Trial]:
+def finalists(study: SearchStudy, count: int = 4) -> list[Trial]:
     """The policies worth executing, ``count`` of them: the tie-broken best, then the best that
     draft in another way and that prediction cannot rule out (:data:`RULED_OUT`), then the best of
     other windows and stops, fastest first. Beyond ``count``, the best of every draft that it cannot
@@ -201,7 +201,7 @@ def finalists(study: Study, count: int = 4) -> list[Trial]:
     return chosen
 
 
-def rivals(study: Study, chosen: Iterable[Policy], count: int = 3) -> list[Trial]:
+def rivals(study: SearchStudy, chosen: Iterable[Policy], count: int = 3) -> list[Trial]:
     """Fixed windows that prediction cannot tell from the best of them, fastest first, beside those
     that are chosen already."""
     fixed = [t for t in study.distinct() if is_fixed(t.policy)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class Tokens(NamedTuple):
+class PassTokens(NamedTuple):
     """The n tokens of a pass: ``ids``, ``positions`` and the ``slots`` that they are written to,
     int64 [n] each.
 
@@ -77,7 +77,7 @@ class SlotCache:
             for layer, (keys, values) in zip(self.shapes, self.states, strict=True)
         ]  # fmt: skip
 
-    def view(self, tokens: Tokens) -> CacheView:
+    def view(self, tokens: PassTokens) -> CacheView:
         """What a pass sees of the cache. Raises IndexError beyond the capacity."""
         if tokens.stop > self.capacity:
             raise IndexError(f"a pass over {tokens.stop} slots exceeds the cache's {self.capacity}")
@@ -94,7 +94,7 @@ class SlotCache:
 class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
     """One pass's part of a :class:`SlotCache`, as transformers' models take it."""
 
-    def __init__(self, cache: SlotCache, tokens: Tokens) -> None:
+    def __init__(self, cache: SlotCache, tokens: PassTokens) -> None:
         super().__init__(layers=[])
         self.slots, self.length = tokens.slots, tokens.length
         self._parts, self._start, self._stop = cache.layers, tokens.start, tokens.stop

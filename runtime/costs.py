@@ -174,7 +174,7 @@ class RoundCosts(NamedTuple):
     by_position: bool
 
 
-class Passes(NamedTuple):
+class LaterPasses(NamedTuple):
     """What the passes after the first read, where it is not one row each: ``rows`` [positions,
     passes - 1] at the positions where rounds begin, whose contexts and temperatures (0: greedy, 1:
     sampled) are ``contexts`` and ``sampled``, int64 [positions]."""
@@ -222,7 +222,7 @@ def round_costs(
     kind: RoundKind,
     contexts: FloatArray,
     *,
-    passes: Passes | None = None,
+    passes: LaterPasses | None = None,
     shortlist_s: FloatArray | None = None,
 ) -> RoundCosts:
     """The tables of a kind of rounds, greedy and sampled, with buckets priced at ``contexts``.
@@ -317,7 +317,7 @@ def window_costs(
     if kind.growth:
         most = NODE_LIMIT if rule.top_n is None else min(rule.top_n, NODE_LIMIT)
         rows = np.array([[rule.step_width(g) for g in drafted[2:]]], dtype=np.int64)
-        passes = Passes(rows, np.zeros(1, np.int64), np.zeros(1, np.int64))
+        passes = LaterPasses(rows, np.zeros(1, np.int64), np.zeros(1, np.int64))
         drafted = [min(rule.verified(g), most) for g in drafted]
     more = None if shortlist is None else shortlist_seconds(profile, shortlist)
     usual = np.array([profile.usual_context])

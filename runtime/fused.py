@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectune.runtime.attention import attend
-from spectune.runtime.cache import CacheView, LayerShape, SlotCache, Tokens
+from spectune.runtime.cache import CacheView, LayerShape, PassTokens, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
 from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
@@ -294,7 +294,7 @@ def _difference(fused: FusedDecoder, decoder: Any) -> str:
     shape = LayerShape(first.kv_heads, first.head_dim, first.head_dim)
     cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
-    parts = new_pass(rotary, cache.view(Tokens(ids, slots, slots, None, count)), None)
+    parts = new_pass(rotary, cache.view(PassTokens(ids, slots, slots, None, count)), None)
     for index, (layer, norm) in enumerate(zip(fused.layers, fused.norms, strict=False)):
         if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
             return f"layer {index} has heads of other sizes"

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from spectune.runtime import attention
 from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_mask
-from spectune.runtime.cache import LayerShape, SlotCache, Tokens
+from spectune.runtime.cache import LayerShape, PassTokens, SlotCache
 from spectune.runtime.checkpoints import scaled_positions
 from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
@@ -40,7 +40,7 @@ Output = Literal["states", "logits", "ids"]
 """What a pass computes of its hidden states: nothing, float32 logits, or the ids of the largest."""
 
 
-class Kind(NamedTuple):
+class PassKind(NamedTuple):
     """What a pass computes. ``causal``: its tokens follow each other and need no mask;
     ``recurrent``: its hidden states are those that the model gave itself."""
 
@@ -108,7 +108,7 @@ class SlotModel(ABC):
         self._positions = torch.arange(self.cache.capacity, device=self.device)
 
     @abstractmethod
-    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         """A pass over the cache: the last hidden states [n, hidden_size], and those that other
         models read, side by side [n, width]. ``recurrent``: ``tokens.hidden`` are states that the
         model gave itself."""
@@ -156,8 +156,8 @@ class SlotModel(ABC):
         of which sees the slots up to its own. Without ``replays`` it runs eagerly."""
         stop = start + len(ids)
         slots = self._positions[start:stop]
-        tokens = Tokens(ids, slots, slots, None, stop, self.first_slot, hidden=hidden)
-        return self._pass(Kind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
+        tokens = PassTokens(ids, slots, slots, None, stop, self.first_slot, hidden=hidden)
+        return self._pass(PassKind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
 
     def run(
         self,
@@ -178,11 +178,11 @@ class SlotModel(ABC):
         ids of the largest, int64; and the last hidden states of all, [n, hidden_size].
         ``recurrent``: ``hidden`` are states that the model gave itself."""
         rows = len(ids) if logits is None else logits
-        tokens = Tokens(ids, positions, slots, mask, mask.shape[1], hidden=hidden)
-        return self._pass(Kind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)
+        tokens = PassTokens(ids, positions, slots, mask, mask.shape[1], hidden=hidden)
+        return self._pass(PassKind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)
 
     def _pass(
-        self, kind: Kind, tokens: Tokens, rows: int, *, replays: bool = True
+        self, kind: PassKind, tokens: PassTokens, rows: int, *, replays: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The output of the last ``rows`` tokens, and the states of all."""
         outputs = self.graphs.run(kind, tokens) if replays and self.graphs is not None else None
@@ -314,7 +314,7 @@ class CausalModel(SlotModel):
             self.tapped = torch.cat(parts)
         return states[-1:]
 
-    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         (ids, positions), view, mask = tokens[:2], self.cache.view(tokens), tokens.mask
         if mask is not None:
             mask = layer_mask(mask, self._groups, *view.layer(0))

@@ -204,7 +204,7 @@ class Shortlists:
         return logits if support.inside is None else logits.where(support.inside, -math.inf)
 
 
-class States(dict[int, Tensor]):
+class RecentStates(dict[int, Tensor]):
     """A draft's last hidden states [1, d] by position of the text, recent ones, which the router
     reads: functions of the text up to that token (of an EAGLE head: fed with the target's
     features), whatever pass made them."""

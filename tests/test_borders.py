@@ -31,7 +31,7 @@ from spectune.db.errors import DatabaseError
 from spectune.optimizer.inputs import read_files
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.plan import prepare
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.errors import SpectuneError
 
 LONGEST_LINE = 4000
@@ -234,7 +234,7 @@ def test_workloads_of_any_lines(
     file.write_bytes(b"\n".join(lines))
     with border():
         workload = read_files(
-            [str(file)], Requests(turns=turns, limit=limit, category=tuple(categories))
+            [str(file)], RequestsSettings(turns=turns, limit=limit, category=tuple(categories))
         )
         for request in workload.requests:
             assert request.messages or request.prompt.strip()

@@ -32,7 +32,7 @@ from spectune.cli import main
 from spectune.optimizer.commands.session import write_text
 from spectune.optimizer.inputs import read_files
 from spectune.runtime.decoder import Decoder
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.errors import ConfigError, SpectuneError, WorkloadError
 from spectune.traces.store import TraceStore
 
@@ -386,7 +386,9 @@ def test_several_turns_are_a_choice_and_never_dropped_in_silence(door: Door) -> 
         read_files(["chats.jsonl"])
 
     def prompts(turns: Any) -> list[str]:
-        return [r.prompt for r in read_files(["chats.jsonl"], Requests(turns=turns)).requests]
+        return [
+            r.prompt for r in read_files(["chats.jsonl"], RequestsSettings(turns=turns)).requests
+        ]
 
     assert prompts("first") == ["one", "first"]
     assert prompts("all") == ["one", "first", "second", "third"]

@@ -29,7 +29,7 @@ from spectune.optimizer.inputs import read_files
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document
-from spectune.settings import Requests, Tune
+from spectune.settings import RequestsSettings, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
@@ -140,7 +140,7 @@ def test_simulate_and_run_agree_on_every_round(
     assert executed["latency"]["requests"] == 6
     assert set(executed["by_category"]) == {"a", "b"}
     outputs = lines(folder / "o.jsonl")
-    drawn = read_files([str(folder / "work.jsonl")], Requests(limit=6))
+    drawn = read_files([str(folder / "work.jsonl")], RequestsSettings(limit=6))
     assert [o["id"] for o in outputs] == [r.id for r in drawn.requests]
     assert all(o.keys() == {"id", "token_ids", "text"} for o in outputs)
     texts = folder / "texts.jsonl"

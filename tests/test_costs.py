@@ -17,8 +17,8 @@ from synthetic import flat_profile, over_rows, with_heads, with_terms
 from spectune.runtime.costs import (
     BUCKET,
     LAG_LIMIT,
+    LaterPasses,
     MeasuredRound,
-    Passes,
     RoundKind,
     middles,
     predicted_seconds,
@@ -78,7 +78,7 @@ def test_a_round_costs_the_sum_of_its_terms(
     rows = tuple(r for r in rows if r)
     measured = MeasuredRound(kind, context, rows, drafted, 2, 0.0, 0.0, 0.0, head=96 if rows else 0)
     at, sampled = np.array([context]), np.array([int(kind.sampled)])
-    passes = Passes(np.array([[*rows[1:], 0]]), at, sampled)
+    passes = LaterPasses(np.array([[*rows[1:], 0]]), at, sampled)
     costs = round_costs(PROFILE, kind._replace(sampled=False), middles(context), passes=passes)
     lag = rows[0] if rows else 0
     tabulated = round_seconds(costs, kind.sampled, context, 0, lag, len(rows), drafted, 2)

@@ -39,7 +39,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.traces.store import TraceStore, query
 from spectune.traces.store.compare import compare
-from spectune.traces.workloads import Line, make_workload
+from spectune.traces.workloads import WorkloadRow, make_workload
 
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 PAGES = {
@@ -83,7 +83,7 @@ def test_pair_examples_parse(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "text"), in_pages("jsonl"))
 def test_workload_examples_parse(page: str, text: str) -> None:
     for line in text.splitlines():
-        assert make_workload(page, [Line(page, json.loads(line))]).requests
+        assert make_workload(page, [WorkloadRow(page, json.loads(line))]).requests
 
 
 # ----------------------------------------------------------------------------- tables of parameters

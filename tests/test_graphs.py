@@ -34,7 +34,7 @@ from spectune.runtime.cuda.graphs import (
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, StaticSource
-from spectune.runtime.models import Kind, Outputs
+from spectune.runtime.models import Outputs, PassKind
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
@@ -330,7 +330,7 @@ def test_a_cache_that_grows_forgets_captured_passes(tmp_path: Path) -> None:
     ids = torch.arange(5, 10)
     logits = [pair.target.chain(ids, 0, logits=5)[0] for pair in (twins.fast, twins.plain)]
     assert torch.equal(*logits)
-    assert target.graphs.eager[5, Kind("logits")] == 1
+    assert target.graphs.eager[5, PassKind("logits")] == 1
 
 
 def swapped(first: Plan, make: Callable[[], Plan], at: int) -> Looked:

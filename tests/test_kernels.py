@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spectune.runtime import fused
 from spectune.runtime.attention import slot_attention
-from spectune.runtime.cache import Tokens
+from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda import layers
 from spectune.runtime.cuda.attention import (
     LAUNCH,
@@ -111,7 +111,7 @@ def test_the_length_of_a_pass_is_of_no_other() -> None:
     model = CausalModel(tiny_model("gpt2", 60), "target")
     model.reserve(16)
     ids, mask = torch.arange(2), torch.ones(2, 8, dtype=torch.bool)
-    tokens = Tokens(ids, ids, ids, mask, 8, length=torch.tensor([2]))
+    tokens = PassTokens(ids, ids, ids, mask, 8, length=torch.tensor([2]))
     query, keys, all_seen = draw(1, 2, 3, 16), draw(1, 2, 8, 16), mask[:1].expand(3, -1)
     exact = exact_attention(query[0], keys[0], keys[0], all_seen)
     for ids_of_pass in (ids, ids + 10**6):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spectune.runtime.decoder import check_lossless
-from spectune.runtime.policies.artifacts import COMMANDS, Fitted
+from spectune.runtime.policies.artifacts import COMMANDS, FittedArtifact
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, differences, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.policies.rules import compile_tree
@@ -132,7 +132,9 @@ def test_the_bin_of_the_highest_entropy_is_no_low_one(
     policy = parse_policy(
         {**TREE, "select": {"top_n": 30}, "stratify": {"artifact": "x", "alpha": 3}}
     )
-    fitted = Fitted("bins", {"thresholds": list(thresholds), "depth": 5, "draft": "near"}, {})
+    fitted = FittedArtifact(
+        "bins", {"thresholds": list(thresholds), "depth": 5, "draft": "near"}, {}
+    )
     rule = compile_tree(policy, sampled=False, artifacts=lambda name: fitted)
     assert rule.bin_top_n == top_n
     assert rule.extension(len(thresholds)) == 0
@@ -172,13 +174,15 @@ def test_an_artifact_that_does_not_fit_is_named_with_the_command_that_makes_one(
     block = NEEDS[kind]
     policy = parse_policy({"draft": "near", "window": {"kind": "fixed", "gamma": 2}, **block})
 
-    def said(found: Fitted | None) -> str:
+    def said(found: FittedArtifact | None) -> str:
         with pytest.raises(PolicyError) as error:
             prepare(policy, ["near"], artifacts=None if found is None else lambda name: found)
         assert "'a1b2'" in str(error.value) or " a1b2" in str(error.value)
         return str(error.value)
 
     assert "cannot be looked up here" in said(None)
-    assert f"is a tea, not a {kind}; `{COMMANDS[kind]}` makes one" in said(Fitted("tea", {}, {}))
-    assert "lacks" in said(Fitted(kind, {}, {}))
-    assert "was fitted on draft 'far'" in said(Fitted(kind, {"draft": "far"}, {}))
+    assert f"is a tea, not a {kind}; `{COMMANDS[kind]}` makes one" in said(
+        FittedArtifact("tea", {}, {})
+    )
+    assert "lacks" in said(FittedArtifact(kind, {}, {}))
+    assert "was fitted on draft 'far'" in said(FittedArtifact(kind, {"draft": "far"}, {}))

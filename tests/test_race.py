@@ -18,7 +18,7 @@ from recorded_texts import plain_texts
 from synthetic import policy
 
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
-from spectune.optimizer.search import PREDICTION_ERROR, Study, Trial, rivals
+from spectune.optimizer.search import PREDICTION_ERROR, SearchStudy, Trial, rivals
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.bench import Bench, Prediction
@@ -181,10 +181,10 @@ def test_rivals_are_the_fixed_windows_that_prediction_cannot_tell_apart() -> Non
     heuristic = fixed({"kind": "fsm", "gamma_max": 4})
     values = {5: 100.0, 4: 99.0, 6: 97.0, 2: 100 * (1 - PREDICTION_ERROR) - 1}
     trials = [Trial(heuristic, 120.0, ""), *(Trial(fixed(g), v, "") for g, v in values.items())]
-    study = Study(tuple(trials), 0, "")
+    study = SearchStudy(tuple(trials), 0, "")
     assert [t.policy for t in rivals(study, [heuristic])] == [fixed(5), fixed(4), fixed(6)]
     assert [t.policy for t in rivals(study, [heuristic, fixed(5)], 1)] == [fixed(4)]
-    assert rivals(Study((Trial(AUTOREGRESSIVE, 1.0, ""),), 0, ""), []) == []
+    assert rivals(SearchStudy((Trial(AUTOREGRESSIVE, 1.0, ""),), 0, ""), []) == []
 
 
 def test_executed_texts_are_counted_beside_autoregression_repeated(pair: LoadedPair) -> None:

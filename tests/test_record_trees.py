@@ -20,7 +20,7 @@ from trace_values import a_tree
 
 from spectune.optimizer import record as recorder
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.search import Study, Trial
+from spectune.optimizer.search import SearchStudy, Trial
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.tuning import pair_search
 from spectune.optimizer.tuning.native import PairBench, PairRecording, TuneOptions
@@ -192,7 +192,7 @@ def test_tuning_records_trees_on_a_few_requests_first(
         held.add(PanoramaSpec(pair.chain_drafts, 4))
         opened, profile = held.open(pair.chain_drafts), flat_profile(pair.id, pair.drafts)
         made = PairSearch(PairBench(held, opened, profile, settings), AUTOREGRESSIVE)
-        made.study = Study((Trial(parse_policy({"draft": "near"}), 1.0, "test"),), 0, "")
+        made.study = SearchStudy((Trial(parse_policy({"draft": "near"}), 1.0, "test"),), 0, "")
         return made
 
     def widths() -> list[int]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import spectune
 from spectune.optimizer.inputs import read_files
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.errors import WorkloadError
 
 PLAIN = (
@@ -218,4 +218,4 @@ def test_bad_rows_are_told_and_refused_by_command_and_by_call(chats: Chats) -> N
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
         spectune.run("autoregressive", workload=file, db=chats.door.db, bad_rows="error", **how)
     with pytest.raises(WorkloadError, match=":5: 'messages' must be a list"):
-        read_files((str(file),), Requests(bad_rows="error"))
+        read_files((str(file),), RequestsSettings(bad_rows="error"))

@@ -16,7 +16,7 @@ from spectune.optimizer.deployment import Place
 from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.search import (
     TIE,
-    Study,
+    SearchStudy,
     Trial,
     finalists,
     search,
@@ -67,7 +67,7 @@ def near(window: str, gamma: int | None = None, draft: str = "near", **blocks: o
 PROFILE = flat_profile("p", ["near"])
 
 
-def searched(acceptance: float, **how: Any) -> Study:
+def searched(acceptance: float, **how: Any) -> SearchStudy:
     return search(trace(acceptance), PROFILE, Space(("near",), GAMMA_MAX), **how)
 
 
@@ -120,11 +120,14 @@ def test_finalists_draft_differently_and_no_close_draft_is_left_out() -> None:
             ("far", "fixed", 90.0), ("far", "fsm", 89.0), ("ngram", "fixed", 60.0),
         )
     ]  # fmt: skip
-    names = [t.policy.label() for t in finalists(Study(tuple(trials), 0, ""), 2)]
+    names = [t.policy.label() for t in finalists(SearchStudy(tuple(trials), 0, ""), 2)]
     assert names == [trials[0].policy.label(), trials[3].policy.label()]
     slow = [replace(t, value=80.0) if t.policy.draft == "far" else t for t in trials]
-    assert [t.policy.draft for t in finalists(Study(tuple(slow), 0, ""), 1)] == ["near"]
-    assert [t.policy.draft for t in finalists(Study(tuple(trials), 0, ""), 1)] == ["near", "far"]
+    assert [t.policy.draft for t in finalists(SearchStudy(tuple(slow), 0, ""), 1)] == ["near"]
+    assert [t.policy.draft for t in finalists(SearchStudy(tuple(trials), 0, ""), 1)] == [
+        "near",
+        "far",
+    ]
 
 
 def test_split_is_stable_disjoint_and_by_category() -> None:

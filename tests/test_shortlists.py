@@ -25,7 +25,7 @@ from spectune.runtime.drafts.eagle import columns
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.artifacts import Artifacts, Fitted
+from spectune.runtime.policies.artifacts import Artifacts, FittedArtifact
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
@@ -106,12 +106,14 @@ def artifacts(pair: LoadedPair) -> Artifacts:
     vocab = pair.target.vocab_size
     frequencies = Frequencies(np.array(order(vocab)), always=1)
     found = {
-        "order": Fitted("frequencies", *frequencies.to_document()),
-        "bins": Fitted("bins", {"thresholds": [480, 1120, 1600, 2240, 3200], "depth": 3}, {}),
+        "order": FittedArtifact("frequencies", *frequencies.to_document()),
+        "bins": FittedArtifact(
+            "bins", {"thresholds": [480, 1120, 1600, 2240, 3200], "depth": 3}, {}
+        ),
     }
     for draft in pair.models:
         document, arrays = routing(pair, draft).to_document()
-        found[f"router-{draft}"] = Fitted("router", {**document, "draft": draft}, arrays)
+        found[f"router-{draft}"] = FittedArtifact("router", {**document, "draft": draft}, arrays)
     return lambda name: found[name]
 
 
@@ -440,8 +442,8 @@ def rejection_p_value(shortlist: dict[str, Any]) -> tuple[float, float]:
         pair.drafts["draft"].output.hash,
     )
     found = {
-        "order": Fitted("frequencies", *Frequencies(np.array(least)).to_document()),
-        "router": Fitted("router", *routed.to_document()),
+        "order": FittedArtifact("frequencies", *Frequencies(np.array(least)).to_document()),
+        "router": FittedArtifact("router", *routed.to_document()),
     }
     policy = parse_policy(chain("draft", 2, shortlist=shortlist))
     prepared = prepare_for(pair, policy, artifacts=found.__getitem__)
@@ -495,15 +497,15 @@ def test_artifacts_that_do_not_fit_are_refused_in_one_line(pair: LoadedPair) -> 
     draft, or without content: test_policies."""
     near, vocab = routing(pair, "near"), pair.target.vocab_size
 
-    def say(found: Fitted) -> str:
+    def say(found: FittedArtifact) -> str:
         shortlist = by_router("near") if found.kind == "router" else FREQUENT
         policy = parse_policy({"draft": "near", "shortlist": shortlist, **CHAIN})
         with pytest.raises(PolicyError) as error:
             prepare_for(pair, policy, artifacts=lambda _: found)
         return str(error.value)
 
-    said = say(Fitted("router", *replace(near, head="0" * 16).to_document()))
+    said = say(FittedArtifact("router", *replace(near, head="0" * 16).to_document()))
     assert "was fitted on another output head" in said
     assert "`fit router --recording ID --draft near`" in said
-    short = Fitted("frequencies", *Frequencies(np.arange(vocab - 1)).to_document())
+    short = FittedArtifact("frequencies", *Frequencies(np.arange(vocab - 1)).to_document())
     assert f"orders a vocabulary of {vocab - 1} tokens" in say(short)

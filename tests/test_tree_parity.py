@@ -17,7 +17,7 @@ from test_lossless import PROMPTS
 from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.simulate.replay_trace import Nodes, ReplayTrace
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.artifacts import Artifacts, Fitted
+from spectune.runtime.policies.artifacts import Artifacts, FittedArtifact
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import extend_panorama, record_panorama
@@ -53,8 +53,8 @@ def artifacts(draft: str) -> Artifacts:
     }
     bins = {"thresholds": [480, 1120, 1600, 2240, 3200], "depth": 4, "draft": draft}
     found = {
-        "bins": Fitted("bins", bins, {}),
-        "grower": Fitted("classifier", {"draft": draft}, weights),
+        "bins": FittedArtifact("bins", bins, {}),
+        "grower": FittedArtifact("classifier", {"draft": draft}, weights),
     }
     return lambda name: found[name]
 

@@ -26,7 +26,7 @@ from spectune.optimizer.inputs import read_files
 from spectune.optimizer.overlong import made_to_fit
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.rendered import rendered_before
-from spectune.settings import Requests
+from spectune.settings import RequestsSettings
 from spectune.traces.errors import WorkloadError
 from spectune.traces.sanity import checked, repeats
 from spectune.traces.schema import Request, Tokens, Workload
@@ -306,7 +306,7 @@ def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
             for n in range(count)
         ]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    drawn = read_files(["long", "short"], Requests(limit=20))
+    drawn = read_files(["long", "short"], RequestsSettings(limit=20))
     assert Counter((r.source, r.category) for r in drawn.requests) == {
         ("long", "a"): 11, ("long", "b"): 6, ("short", "a"): 2, ("short", "rare"): 1
     }  # fmt: skip
@@ -316,8 +316,8 @@ def test_a_limit_draws_from_every_file_and_category_in_proportion() -> None:
     sets = [set(take(whole, n).requests) for n in range(1, 101)]
     assert all(less < more for less, more in itertools.pairwise(sets)), "a larger limit adds"
     assert {r.category for r in sets[3]} == {"a", "b", "rare"}
-    assert read_files(["long", "short"], Requests(limit=20)) == drawn
-    other = read_files(["long", "short"], Requests(limit=20, seed=1))
+    assert read_files(["long", "short"], RequestsSettings(limit=20)) == drawn
+    other = read_files(["long", "short"], RequestsSettings(limit=20, seed=1))
     assert (other == drawn, len(other.requests)) == (False, 20)
 
 

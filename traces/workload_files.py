@@ -13,7 +13,7 @@ from spectune.traces.errors import WorkloadError
 from spectune.traces.files import json_lines, parse_json, read_text
 from spectune.traces.schema import Workload
 from spectune.traces.text import shortened
-from spectune.traces.workloads import FORMATS, PROMPTS, BadRows, Line, Turns, make_workload
+from spectune.traces.workloads import FORMATS, PROMPTS, BadRows, Turns, WorkloadRow, make_workload
 
 
 def read_workload(
@@ -31,7 +31,7 @@ def read_workload(
     and line.
     """
     names = [Path(path).name for path in paths]
-    lines: list[Line] = []
+    lines: list[WorkloadRow] = []
     keys: dict[str, None] = {}
     for path, name in zip(paths, names, strict=True):
         called = name if names.count(name) == 1 else path
@@ -39,7 +39,7 @@ def read_workload(
             if isinstance(row, dict):
                 keys |= dict.fromkeys(map(str, row))
                 row = _with_prompt(row, column) if column and column in row else row
-            lines.append(Line(where, row, shortened(f"{called}:{n}"), path))
+            lines.append(WorkloadRow(where, row, shortened(f"{called}:{n}"), path))
     if column and column not in keys:
         has = shortened(", ".join(keys)) or "none"
         raise WorkloadError(f"requests.column {column}: no row has such a key; there are: {has}")

@@ -49,7 +49,7 @@ ROLES: Final = {
 """Roles of OpenAI's messages and names of ShareGPT's speakers, as chat templates call them."""
 
 
-class Line(NamedTuple):
+class WorkloadRow(NamedTuple):
     """One row of a file: where it stands, its object or why there is none, the id it has unless it
     says another, and the file."""
 
@@ -273,7 +273,7 @@ def left_out(problems: Sequence[str], count: int, unit: str, bad_rows: BadRows) 
 
 def make_workload(
     name: str,
-    lines: Iterable[Line],
+    lines: Iterable[WorkloadRow],
     *,
     turns: Turns | None = None,
     bad_rows: BadRows = "few",

@@ -45,7 +45,7 @@ MAX_WAITING = 256  # finished requests that wait for the disk; more are dropped 
 MAX_IN_FLIGHT = 64  # scheduled steps whose results are waited for
 
 
-class Table(NamedTuple):
+class GammaTable(NamedTuple):
     """Draft tokens by batch size from a context length on (the mean of the running requests'),
     longest first; None: vLLM's own choice."""
 
@@ -71,7 +71,9 @@ class Agent:
 
     def __init__(self, scheduler: Any, folder: str) -> None:
         self.scheduler, self.folder, self.boot = scheduler, folder, os.urandom(6).hex()
-        self.initial = self.table = self.applied = Table(0, "", [(0, scheduler.dynamic_sd_lookup)])
+        self.initial = self.table = self.applied = GammaTable(
+            0, "", [(0, scheduler.dynamic_sd_lookup)]
+        )
         self.active, self.refusal, self.unchecked = False, "", 0
         self.key, self.labels = f"retrace {os.urandom(16).hex()}", set[str]()
         self.allowed, self.wanted = 0.0, 0.0  # until the environment and policy.json are read
@@ -282,7 +284,7 @@ class Agent:
             self.since = time.time()
         self.table, self.refused, self.policy_seen = table, refused, seen
 
-    def table_of(self, document: Any) -> Table:
+    def table_of(self, document: Any) -> GammaTable:
         """Raises ValueError for what is no policy, or none for this server."""
         version = document["version"]
         if type(version) is not int or document["format"] != 1:
@@ -294,7 +296,7 @@ class Agent:
         by_context = {"0": document["gammas"], **document.get("contexts", {})}
         lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
         lookups.sort(key=lambda pair: -pair[0])
-        return Table(version, str(document["policy"]), lookups)
+        return GammaTable(version, str(document["policy"]), lookups)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens

@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx2
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Execution, Load, Prompt, Running, Wanted
+from spectune.engines.protocol import Answered, ExecutionPlan, Load, Prompt, Running, Wanted
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.folder import (
     SENT,
@@ -90,7 +90,7 @@ class RunningServer(Running):
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
         # The first request that counts is not the first of all, and the folder is this server's if
         # it is noted.
-        warm = Execution([Prompt("warm", "", (0, 0))], Policy(), Load(), Sampling(), 2)
+        warm = ExecutionPlan([Prompt("warm", "", (0, 0))], Policy(), Load(), Sampling(), 2)
         for _ in self._answers(warm):
             pass
 
@@ -216,7 +216,7 @@ class RunningServer(Running):
             text = one_line(answer.text, 100)
             raise EngineError(f"{self.url}: its answer has no token ids: {text}") from None
 
-    def _serve(self, asked: Execution) -> Generator[Answered, None, None]:
+    def _serve(self, asked: ExecutionPlan) -> Generator[Answered, None, None]:
         """Raises EngineError where somebody else changed the policy meanwhile."""
         self.put_in_force(asked.policy)
         yield from self._answers(asked)
@@ -224,7 +224,7 @@ class RunningServer(Running):
             if version_of(read_policy(self.folder)) != self._version:
                 raise EngineError(f"{self.folder}/policy.json was changed by another meanwhile")
 
-    def _answers(self, asked: Execution) -> Generator[Answered, None, None]:
+    def _answers(self, asked: ExecutionPlan) -> Generator[Answered, None, None]:
         self._executions += 1
         prefix, began = f"{self._token}.{self._executions}.", time.time()
         requests = [
@@ -274,7 +274,7 @@ class RunningServer(Running):
         return lines
 
     def _answer(
-        self, asked: Execution, prompt: Prompt, tokens: Sequence[int], line: Line, began: float
+        self, asked: ExecutionPlan, prompt: Prompt, tokens: Sequence[int], line: Line, began: float
     ) -> Answered:
         steps = line.steps(self.draft, lambda version: self._policies.get(version, ""))
         shifted = [

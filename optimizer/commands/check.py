@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from spectune.engines.vllm.command import short_draft
-from spectune.optimizer.check import Check, check_pair, memory
+from spectune.optimizer.check import PairCheck, check_pair, memory
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
@@ -22,7 +22,7 @@ from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
-from spectune.settings import Race, Sampling
+from spectune.settings import RaceSettings, SamplingSettings
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
@@ -55,9 +55,9 @@ def check(s: Settings, talk: Talk) -> Result:
     short = [line for draft in spec.drafts if (line := short_draft(spec, draft))]
     for line in (*hardly_accepted(first, pair.heads), *short):
         talk.tell(line)
-    longer = Sampling().max_new_tokens / s.sampling.max_new_tokens
+    longer = SamplingSettings().max_new_tokens / s.sampling.max_new_tokens
     tokens = checked.tokens / len(checked.texts) * len(tuned.requests) * longer
-    minutes = (checked.tune_seconds(tokens) + Race().budget) / 60
+    minutes = (checked.tune_seconds(tokens) + RaceSettings().budget) / 60
     models, advice = memory(pair), _advice(checked)
     command = next_command(s, _tune(s, spec), "pair")
     data = {
@@ -118,7 +118,7 @@ def _printed(value: Any) -> Any:
     return None if None in value or value == (0.0, 0.0) else f"{value[0]:.2f}-{value[1]:.2f}"
 
 
-def _advice(checked: Check) -> str:
+def _advice(checked: PairCheck) -> str:
     """Whether to tune, in a sentence, with what makes its figures say less."""
     hint = "more prompts or a larger --budget would tell"
     best, worth, texts = checked.advised, checked.worth, checked.texts
@@ -154,7 +154,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def _shown(checked: Check) -> bool | None:
+def _shown(checked: PairCheck) -> bool | None:
     """:attr:`Worth.gains`; None too where most texts are of a kind that any draft guesses."""
     texts = texts_checked(checked.texts)
     if checked.worth is None or 2 * texts.repetitive > texts.requests:
@@ -162,7 +162,7 @@ def _shown(checked: Check) -> bool | None:
     return checked.worth.gains
 
 
-def _worth(checked: Check) -> dict[str, Any] | None:
+def _worth(checked: PairCheck) -> dict[str, Any] | None:
     """The verdict, JSON-ready."""
     best, worth = checked.advised, checked.worth
     if best is None or worth is None:

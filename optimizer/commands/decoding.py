@@ -27,17 +27,17 @@ from spectune.runtime.policies.plan import Plan
 from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
 from spectune.runtime.text_ends import end_notes
-from spectune.settings import Decoded, Decoding, OnDevice
+from spectune.settings import OnDevice, OnWorkload, WithPolicy
 from spectune.traces.errors import EngineError, WorkloadError
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
-from spectune.traces.workloads import Line, make_workload
+from spectune.traces.workloads import WorkloadRow, make_workload
 
 NATIVE = "native"
 
 
-def read_workload(s: Decoding, spec: PairSpec, talk: Talk) -> Workload:
+def read_workload(s: OnWorkload, spec: PairSpec, talk: Talk) -> Workload:
     """The workload meant, for a pair that is not loaded yet. Raises WorkloadError, also for a
     conversation without a chat template."""
     if s.prompts is None:
@@ -50,7 +50,7 @@ def read_workload(s: Decoding, spec: PairSpec, talk: Talk) -> Workload:
     return workload
 
 
-def _prompts(s: Decoding) -> Workload:
+def _prompts(s: OnWorkload) -> Workload:
     """The workload of Python's prompts: texts, or objects as the lines of a workload are."""
     if s.typed("workload", "requests.column"):
         raise WorkloadError("workload, column: for prompts of a file, not for a list of them")
@@ -59,7 +59,7 @@ def _prompts(s: Decoding) -> Workload:
     if isinstance(s.prompts, str):
         raise WorkloadError("prompts: give a list of texts; workload takes the name of a file")
     documents = [{"prompt": p} if isinstance(p, str) else p for p in s.prompts]
-    lines = (Line(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(documents))
+    lines = (WorkloadRow(f"prompts[{n}]", prompt, str(n)) for n, prompt in enumerate(documents))
     return make_workload("prompts", lines, turns=s.requests.turns, bad_rows=s.requests.bad_rows)
 
 
@@ -96,7 +96,7 @@ def fit_to(
     codec: TextCodec,
     workload: Workload,
     options: DecodeOptions,
-    s: Decoding,
+    s: OnWorkload,
     talk: Talk,
     drafts: Collection[str] | None = None,
     *,
@@ -146,7 +146,7 @@ def check_engine(s: Any, concurrency: int) -> None:
         )
 
 
-class Served:
+class ServedWorkload:
     """A workload that an engine is to serve under a policy, checked before the engine is
     started."""
 
@@ -154,7 +154,7 @@ class Served:
         self,
         store: TraceStore,
         spec: PairSpec,
-        s: Decoded,
+        s: WithPolicy,
         talk: Talk,
         *,
         every_draft: bool = False,

@@ -21,7 +21,7 @@ from spectune.optimizer.tuning.load import (
     LoadSearch,
     about_bench,
 )
-from spectune.optimizer.tuning.load_search import Trial
+from spectune.optimizer.tuning.load_search import LoadTrial
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.settings import Simulate, Tune
@@ -160,7 +160,7 @@ def next_of(policy: Policy, place: Place, s: Tune) -> str:
     return f"\n# publishes it\n{command}"
 
 
-def _share(trial: Trial | None, best: Trial, load: str) -> str:
+def _share(trial: LoadTrial | None, best: LoadTrial, load: str) -> str:
     """How good a policy is predicted to be under a load, as a part of the best constant."""
     return "not measured" if trial is None else f"{100 * trial.worth[load] / best.worth[load]:.1f}%"
 

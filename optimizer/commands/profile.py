@@ -23,7 +23,7 @@ from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile
 from spectune.runtime.text_codec import load_codec
-from spectune.settings import Profile, Requests
+from spectune.settings import Profile, RequestsSettings
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Trajectory
 
@@ -172,7 +172,7 @@ def _prompts(
         recording = recording_named(store, recording, pair=spec).id
     name, texts = texts_to_profile(store, spec.id, recording)
     if not texts:
-        demo = read_files(["demo"], Requests(limit=MOST_PROMPTS))
+        demo = read_files(["demo"], RequestsSettings(limit=MOST_PROMPTS))
         return prompts_of(load_codec(spec), demo, DecodeOptions()), "the workload `demo`"
     spread = np.unique(np.linspace(0, len(texts) - 1, MOST_PROMPTS).astype(int))
     prompts = [Prompt("", texts[i].category, tuple(texts[i].prompt_ids.tolist())) for i in spread]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from spectune.optimizer.commands.decoding import (
     NATIVE,
-    Served,
+    ServedWorkload,
     check_engine,
     fit_to,
     load,
@@ -130,7 +130,7 @@ def _resumed(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
 
 def _serve(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
     """By another engine; its texts are read by the drafts afterwards."""
-    served = Served(store, spec, s, talk, every_draft=True)
+    served = ServedWorkload(store, spec, s, talk, every_draft=True)
     texts = (served.workload, served.prompts, served.policy, served.load, served.options)
     with served.started() as running:
         return record_on(store, spec, running, *texts, fresh=s.fresh, progress=talk.progress).id

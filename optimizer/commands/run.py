@@ -14,7 +14,7 @@ from spectune.engines.protocol import Answered
 from spectune.optimizer.changes import Shares, change_in_words, changes_of, label_of, shares_of
 from spectune.optimizer.commands.decoding import (
     NATIVE,
-    Served,
+    ServedWorkload,
     check_engine,
     fit_to,
     load,
@@ -52,7 +52,7 @@ from spectune.runtime.loop import PolicySource, StaticSource
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec
-from spectune.settings import Generate, Run
+from spectune.settings import Generate, RunCommand
 from spectune.traces.acceptance import executed_first, hardly_accepted
 from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Outcome, Request, Workload
@@ -63,7 +63,7 @@ from spectune.traces.tables import LatencyProfile
 T = TypeVar("T", Decoded, Answered)
 
 
-def run(s: Run, talk: Talk) -> Result:
+def run(s: RunCommand, talk: Talk) -> Result:
     check_writable(s, outputs=s.outputs, per_round=s.per_round)
     check_engine(s, s.concurrency)
     with open_store(s, create=True) as store:
@@ -92,7 +92,7 @@ class Executed:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _decode(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
+def _decode(store: TraceStore, spec: PairSpec, s: RunCommand, talk: Talk) -> Executed:
     """By the native decoder."""
     options = DecodeOptions.of(s.sampling)
     workload = read_workload(s, spec, talk)
@@ -128,9 +128,9 @@ def _tell_changes(executing: Iterable[Decoded], talk: Talk) -> Iterator[Decoded]
         yield decoded
 
 
-def _serve(store: TraceStore, spec: PairSpec, s: Run, talk: Talk) -> Executed:
+def _serve(store: TraceStore, spec: PairSpec, s: RunCommand, talk: Talk) -> Executed:
     """By another engine."""
-    served = Served(store, spec, s, talk)
+    served = ServedWorkload(store, spec, s, talk)
     options, policy = served.options, served.policy
     with served.started() as running:
         runs_on = running.runs_on
@@ -158,7 +158,7 @@ def _gather(
     phase: str,
     executing: Iterable[T],
     count: int,
-    s: Run,
+    s: RunCommand,
     talk: Talk,
     recording: AbstractContextManager[TrafficWriter],
 ) -> tuple[list[T], TrafficWriter | None]:
@@ -179,7 +179,7 @@ def _gather(
 def _source(
     store: TraceStore,
     pair: LoadedPair,
-    s: Run,
+    s: RunCommand,
     profile: LatencyProfile | None,
     options: DecodeOptions,
     talk: Talk,
@@ -206,7 +206,7 @@ def _source(
         talk.tell(source.unfinished)
 
 
-def _result(store: TraceStore, spec: PairSpec, s: Run, ran: Executed, talk: Talk) -> Result:
+def _result(store: TraceStore, spec: PairSpec, s: RunCommand, ran: Executed, talk: Talk) -> Result:
     """Writes ``outputs`` and ``per_round``, and stores the run unless that is not to be."""
     most, _ = max(ran.shares.values(), key=lambda share: share[1].emitted_tokens)
     by_policy = [

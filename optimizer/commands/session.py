@@ -27,7 +27,7 @@ from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.settings import OnPair, Requests, Settings
+from spectune.settings import OnPair, RequestsSettings, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
@@ -64,7 +64,10 @@ class Talk:
             self.tell(f"no effect {why}: {options}")
 
 
-OF_TEXTS = ("workload", *(f"requests.{key}" for key in Requests.model_fields if key != "limit"))
+OF_TEXTS = (
+    "workload",
+    *(f"requests.{key}" for key in RequestsSettings.model_fields if key != "limit"),
+)
 OF_TEXTS += ("sampling.",)
 """Keys that say which texts are decoded, and how, but for how many."""
 DECODED = (*OF_TEXTS, "requests.limit")

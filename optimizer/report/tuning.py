@@ -18,7 +18,7 @@ from spectune.optimizer.report.words import (
     EVIDENCE,
     TREES,
     Json,
-    Table,
+    PolicyTable,
     counted,
     deploys,
     executed_table,
@@ -60,7 +60,7 @@ class Panel:
     title: str
     caption: str = ""
     svg: str = ""
-    table: Table | None = None
+    table: PolicyTable | None = None
     items: Sequence[str] = ()
     wide: bool = False
 
@@ -278,6 +278,6 @@ def _tried(report: TuningReport) -> Panel:
     ]
     winner = executed[report.evidence["tuned"]["winner"]["id"]]
     columns = ("family", "policies", "best predicted tokens/s", "executed")
-    table = Table(columns, rows, winner=names.index(winner) if winner in names else None)
+    table = PolicyTable(columns, rows, winner=names.index(winner) if winner in names else None)
     title = f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed"
     return Panel("tried", title, table=table)

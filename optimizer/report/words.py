@@ -116,7 +116,7 @@ def series_of(tuned: Json) -> dict[str, str]:
     return {policy["id"]: titles[policy["id"]] for policy in shown}
 
 
-def latency_table(tuned: Json) -> Table:
+def latency_table(tuned: Json) -> PolicyTable:
     """What a user waits for under the winner, the incumbent and autoregression, in milliseconds."""
     candidates, rows = {c["id"]: c for c in tuned["candidates"]}, []
     for key, latency in LATENCIES.items():
@@ -124,7 +124,7 @@ def latency_table(tuned: Json) -> Table:
             times = (candidates[policy]["latency"] or {}).get(key)
             ms = (f"{1e3 * times[q]:.1f}" if times else None for q in ("p50", "p95", "p99"))
             rows.append((latency, name, *ms))
-    return Table(("", "policy", "p50", "p95", "p99"), rows, words=2)
+    return PolicyTable(("", "policy", "p50", "p95", "p99"), rows, words=2)
 
 
 def deploys(tuned: Json) -> bool:
@@ -133,7 +133,7 @@ def deploys(tuned: Json) -> bool:
 
 
 @dataclass(frozen=True)
-class Table:
+class PolicyTable:
     """Rows under ``columns``, of which the first ``words`` hold text; ``winner``: its row."""
 
     columns: Sequence[str]
@@ -142,7 +142,7 @@ class Table:
     winner: int | None = None
 
 
-def executed_table(tuned: Json) -> Table:
+def executed_table(tuned: Json) -> PolicyTable:
     """The policies that a tuning executed, fastest first by what tells policies apart that were not
     executed on the same requests: the speed over the race's leader, projected to the workload."""
     titles, has_factor = titles_of(tuned), has_common_factor(tuned)
@@ -174,7 +174,9 @@ def executed_table(tuned: Json) -> Table:
     error = "error (after factor)" if has_factor else "error"
     columns = ("policy", "tau", "predicted", "measured tokens/s", error)
     place = [c["id"] for c in ordered].index(tuned["winner"]["id"])
-    return Table((*columns, tuned["unit"], "vs incumbent", "vs leader (95%)"), rows, winner=place)
+    return PolicyTable(
+        (*columns, tuned["unit"], "vs incumbent", "vs leader (95%)"), rows, winner=place
+    )
 
 
 def has_common_factor(tuned: Json) -> bool:

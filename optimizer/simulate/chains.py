@@ -30,7 +30,7 @@ ROUND_COLUMNS: Final = (
 """Columns of :attr:`Sums.rounds`; ``request`` is the place in the replayed order."""
 
 
-class Texts(NamedTuple):
+class KernelTrace(NamedTuple):
     """What a kernel reads of a trace: the requests in replayed ``order``, and by request where it
     begins among all positions, its prompt's tokens, its budget, and whether it is sampled (1) or
     greedy (0). ``up_to``: tokens of a text up to which an engine drafts, 0: any."""
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
     round_s: FloatArray
 
 
-class Round(NamedTuple):
+class ReplayedRound(NamedTuple):
     """A replayed round, by the columns of :data:`ROUND_COLUMNS`."""
 
     start: int
@@ -90,7 +90,12 @@ def add_request(sums: Sums, i: int, length: int, total: Total) -> None:
 
 @compiled(inline=True)
 def add_round(
-    sums: Sums, used: int, i: int, r: Round, seconds: tuple[float, float, float], total: Total
+    sums: Sums,
+    used: int,
+    i: int,
+    r: ReplayedRound,
+    seconds: tuple[float, float, float],
+    total: Total,
 ) -> tuple[int, Total]:
     """Adds a round to its request's total, and writes it, where rounds are asked for, after
     ``used`` others: how many there are now, and the total."""
@@ -115,7 +120,7 @@ def add_round(
 def replay_chains(
     window: CompiledWindow,
     state: WindowState,
-    texts: Texts,
+    texts: KernelTrace,
     words: Words,
     costs: RoundCosts,
     sums: Sums,
@@ -145,7 +150,7 @@ def replay_chains(
             )
             cached = 1 if (word >> 24) < accepted else 0
             advance(window, state, drafted, accepted, cached)
-            round_ = Round(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
+            round_ = ReplayedRound(start, drafted, accepted, emitted, passes, lag, drafted, NO_BIN)
             used, total = add_round(sums, used, i, round_, seconds, total)
             lag = emitted - min(accepted, passes - 1) if passes > 0 else lag + emitted
             start += emitted

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from spectune.optimizer.simulate.tree_tables import (
     GrowthTable,
+    NodeLinks,
     Scratch,
-    Trie,
     tabulate,
 )
 from spectune.runtime.trees.grow import NONE, Codes, Growing, TreeRule
@@ -65,8 +65,8 @@ class Forest:
         return Codes(self.tokens, self.logp, self.gap, self.entropy, self.top_entropy, self.count)
 
     @property
-    def trie(self) -> Trie:
-        return Trie(self.root, self.limit, self.child, self.text_slot)
+    def trie(self) -> NodeLinks:
+        return NodeLinks(self.root, self.limit, self.child, self.text_slot)
 
 
 def join_trees(

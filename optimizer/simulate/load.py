@@ -13,7 +13,7 @@ import numpy as np
 from spectune.engines.protocol import Load
 from spectune.optimizer.simulate.arrivals import Unit, read_arrivals
 from spectune.optimizer.simulate.chain_tables import Index
-from spectune.settings import Load as LoadSettings
+from spectune.settings import LoadSettings
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest

@@ -20,7 +20,7 @@ from spectune.optimizer.simulate.chain_tables import (
     join_chains,
     tabulate,
 )
-from spectune.optimizer.simulate.chains import Texts
+from spectune.optimizer.simulate.chains import KernelTrace
 from spectune.optimizer.simulate.forest import (
     Forest,
     join_trees,
@@ -30,7 +30,7 @@ from spectune.optimizer.simulate.forest import (
 from spectune.optimizer.simulate.tree_tables import GrowthTable
 from spectune.runtime.costs import (
     FREE,
-    Passes,
+    LaterPasses,
     RoundCosts,
     RoundKind,
     middles,
@@ -163,10 +163,10 @@ class ReplayTrace:
         return tuple((texts[r].request_id, texts[r].category, of[r]) for r in self.order)
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> KernelTrace:
         """The requests replayed, as kernels read them."""
         budgets, up_to = self.budgets + self.past, self.drafts_up_to
-        return Texts(self.order, self.offsets, self.prompts, budgets, self.sampled, up_to)
+        return KernelTrace(self.order, self.offsets, self.prompts, budgets, self.sampled, up_to)
 
     @property
     def tokens(self) -> int:
@@ -334,11 +334,11 @@ class ReplayTrace:
 
         return self._memo.get(key, make)[2:]
 
-    def _passes(self, growth: GrowthTable) -> Passes:
+    def _passes(self, growth: GrowthTable) -> LaterPasses:
         """What the passes of a tree read at every start."""
         starts = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
         contexts = np.repeat(self.prompts - 1, np.diff(self.offsets)) + starts
-        return Passes(growth.width.astype(np.int64), contexts, self.hot.astype(np.int64))
+        return LaterPasses(growth.width.astype(np.int64), contexts, self.hot.astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)

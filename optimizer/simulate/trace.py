@@ -158,7 +158,7 @@ def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
     )
 
 
-class Simulated(NamedTuple):
+class ReplayedPolicy(NamedTuple):
     """One policy replayed, and what of the recording was left out. ``approximate`` says why its
     rounds are not exactly the runtime's, "" where they are."""
 
@@ -177,7 +177,7 @@ def simulate(
     since: datetime | None = None,
     per_round: bool = False,
     tell: Callable[[str], None] = lambda line: None,
-) -> Simulated:
+) -> ReplayedPolicy:
     """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or the first
     ``limit`` requests, under any policy. Raises as it does."""
     opened = open_trace(store, recording, [policy], since=since, tell=tell)
@@ -194,7 +194,7 @@ def simulate(
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
-    return Simulated(replayed, opened, _why_approximate(info, policy))
+    return ReplayedPolicy(replayed, opened, _why_approximate(info, policy))
 
 
 def _reader(store: TraceStore, opened: Opened) -> Reader:

@@ -19,7 +19,7 @@ NEVER: Final = 255
 """Level of something that does not happen."""
 
 
-class Trie(NamedTuple):
+class NodeLinks(NamedTuple):
     """How recorded nodes hang together: ``root`` and ``limit`` int64 [positions], ``child`` int32
     [nodes, K] and ``text_slot`` uint8 [nodes], as in :class:`optimizer.simulate.forest.Forest`."""
 
@@ -95,7 +95,7 @@ def tabulate(
     starts: Index,
     rule: LevelRule,
     codes: Codes,
-    trie: Trie,
+    trie: NodeLinks,
     tree: Tree,
     scratch: Scratch,
     table: GrowthTable,
@@ -155,7 +155,9 @@ def _candidate(rule: LevelRule, level: int, tree: Tree, place: int, rank: int) -
 
 
 @compiled(inline=True)
-def _follow(trie: Trie, level: int, tree: Tree, scratch: Scratch, text: int) -> tuple[bool, int]:
+def _follow(
+    trie: NodeLinks, level: int, tree: Tree, scratch: Scratch, text: int
+) -> tuple[bool, int]:
     """Goes down to the nodes of a level's frontier: whether one of them was not recorded, and the
     place of the candidate ``text`` (NONE: it has none)."""
     lost, on = False, NONE

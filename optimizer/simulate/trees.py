@@ -9,7 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chains import NOTHING, Round, Sums, Texts, add_request, add_round
+from spectune.optimizer.simulate.chains import (
+    NOTHING,
+    KernelTrace,
+    ReplayedRound,
+    Sums,
+    add_request,
+    add_round,
+)
 from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.heterospec import bin_of
@@ -72,7 +79,7 @@ def _levels(target: int, stop: int, end: int, keep_last: bool) -> tuple[int, int
 def replay_trees(
     window: CompiledWindow,
     state: WindowState,
-    texts: Texts,
+    texts: KernelTrace,
     growth: GrowthTable,
     stops: npt.NDArray[np.uint8],
     cached_from: npt.NDArray[np.uint8],
@@ -126,7 +133,7 @@ def replay_trees(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
             )
             advance(window, state, levels, accepted, cached)
-            round_ = Round(start, drafted, accepted, emitted, passes, lag, levels, bin_)
+            round_ = ReplayedRound(start, drafted, accepted, emitted, passes, lag, levels, bin_)
             used, total = add_round(sums, used, i, round_, seconds, total)
             if passes > 0:
                 lag = emitted if limits.rereads else emitted - reads

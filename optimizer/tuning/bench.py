@@ -83,7 +83,7 @@ class Execution(Protocol):
 
 
 @dataclass(frozen=True)
-class Texts:
+class RecordedTexts:
     """The recorded texts that a bench is made over: their ``ordinals`` in the ``recording``, the
     number of each one's conversation (int64 [texts]), and their ``parts``."""
 
@@ -172,7 +172,7 @@ class Tunable(Bench):
 
     @property
     @abstractmethod
-    def texts(self) -> Texts:
+    def texts(self) -> RecordedTexts:
         """What is tuned on. It may shrink while policies are proposed, never grow."""
 
     def check(self, policy: Policy) -> None:

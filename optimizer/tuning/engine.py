@@ -221,7 +221,7 @@ class EngineExecution:
     )
     _servers: dict[str, Running] = field(default_factory=dict)
     """The one that runs, by its draft; none before the first."""
-    _runs: dict[str, list[Run]] = field(default_factory=dict)
+    _runs: dict[str, list[LoadRun]] = field(default_factory=dict)
     _plain: dict[tuple[str, int, str], Any] = field(default_factory=dict)
     """The tokens that autoregression gave first, by load, unit and request."""
 
@@ -242,7 +242,7 @@ class EngineExecution:
             answered = list(execute(running, prompts, policy, load, options))
             served[name] = served_of(answered)
             counts = sum((counts_of(a.steps, 0.0) for a in answered), Counts())
-            self._runs.setdefault(policy_id, []).append(Run(name, served[name], counts))
+            self._runs.setdefault(policy_id, []).append(LoadRun(name, served[name], counts))
             if options.sampling.greedy:
                 self._compare(policy, (name, unit), answered, texts, running.runs_on["dtype"])
         return bench.cost(served.values())
@@ -283,7 +283,7 @@ class EngineExecution:
         return outcome_of(self.policies[policy_id], "executed", self._runs[policy_id])
 
 
-class Run(NamedTuple):
+class LoadRun(NamedTuple):
     """A load, by name, as it was served or simulated."""
 
     load: str
@@ -302,7 +302,7 @@ class Run(NamedTuple):
 class LoadOutcome(Outcome):
     """An outcome whose rows are ``runs``, each in the category of its load."""
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[LoadRun, ...] = ()
 
     def outcome(self) -> Outcome:
         return self
@@ -327,7 +327,7 @@ class LoadOutcome(Outcome):
 
 
 def outcome_of(
-    policy: Policy, kind: Literal["replayed", "executed"], runs: Sequence[Run]
+    policy: Policy, kind: Literal["replayed", "executed"], runs: Sequence[LoadRun]
 ) -> LoadOutcome:
     """What runs under loads came to; the seconds are those of the clock."""
     rows = [
@@ -337,11 +337,11 @@ def outcome_of(
     return LoadOutcome(policy.label(), kind, tuple(rows), tuple(runs))
 
 
-def run_of(load: str, simulated: Simulated) -> Run:
+def run_of(load: str, simulated: Simulated) -> LoadRun:
     """A simulated run."""
     served, (rounds, accepted, drafted) = simulated.served, simulated.counts.sum(0).tolist()
     requests = len(served.tokens)
-    return Run(
+    return LoadRun(
         load,
         served,
         Counts(

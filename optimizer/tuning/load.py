@@ -11,9 +11,9 @@ from typing import Any, Self
 from spectune.engines.protocol import Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.tuning.bench import Proposals, Texts, Tunable
+from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
 from spectune.optimizer.tuning.engine import EngineBench, LoadOutcome
-from spectune.optimizer.tuning.load_search import LoadStudy, Trial
+from spectune.optimizer.tuning.load_search import LoadStudy, LoadTrial
 from spectune.optimizer.tuning.pipeline import Raced
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
@@ -39,9 +39,9 @@ class LoadBench(EngineBench, Tunable):
         return cls(**{**fields_of, "store": store, **about})
 
     @cached_property
-    def texts(self) -> Texts:
+    def texts(self) -> RecordedTexts:
         conversations = self.trace.conversations
-        return Texts(self.info, self.recorded, self.ordinals, conversations, self.parts)
+        return RecordedTexts(self.info, self.recorded, self.ordinals, conversations, self.parts)
 
     @cached_property
     def search(self) -> LoadSearch:
@@ -109,7 +109,7 @@ class LoadSearch:
 
     bench: LoadBench
     study: LoadStudy
-    trial: Trial
+    trial: LoadTrial
     study_id: str
 
     @property

@@ -36,7 +36,7 @@ SEEDS: Final = 10
 
 
 @dataclass(frozen=True)
-class Trial:
+class LoadTrial:
     """A policy as simulated on the texts that are searched on: what was ``served`` of each load,
     and how good each is by the objective (``worth``)."""
 
@@ -57,7 +57,7 @@ class Trial:
         policy = {"policy": self.policy.spelled_out(), "id": self.policy.id}
         return {**policy, "value": self.value, "worth": dict(self.worth)}
 
-    def within_a_tie(self, best: Trial) -> bool:
+    def within_a_tie(self, best: LoadTrial) -> bool:
         """Whether it loses no more than a tie under any load."""
         return all(worth >= best.worth[name] * (1 - TIE) for name, worth in self.worth.items())
 
@@ -70,18 +70,18 @@ class LoadStudy:
     num_trials: int = TRIALS
     seed: int = 0
     progress: Progress = silent
-    trials: dict[str, Trial] = field(default_factory=dict)
-    constants: list[Trial] = field(default_factory=list)
+    trials: dict[str, LoadTrial] = field(default_factory=dict)
+    constants: list[LoadTrial] = field(default_factory=list)
     """Every constant number of tokens of every draft, and no draft, whose steps were recorded."""
     contexts: tuple[float, float, float] | None = None
-    """:attr:`Trial.contexts` of the best draft's best table; None where the engine has none."""
+    """:attr:`LoadTrial.contexts` of the best draft's best table; None where the engine has none."""
     context: int = 0
     """The context from which on other tables were tried; 0: none, as contexts vary little."""
     extrapolated: dict[str, float] = field(default_factory=dict)
     """By load the largest share of a policy's steps that are of more or fewer requests than were
     recorded."""
 
-    def run(self) -> Trial:
+    def run(self) -> LoadTrial:
         """The policy to propose. Raises PolicyError where no steps with a draft were recorded: no
         draft can be judged."""
         policies = list(self._constants())
@@ -100,7 +100,7 @@ class LoadStudy:
         self._search_contexts()
         return self._simplest(max(self.trials.values(), key=lambda trial: trial.value))
 
-    def trial(self, policy: Policy) -> Trial:
+    def trial(self, policy: Policy) -> LoadTrial:
         """A policy simulated on the texts that are searched on; remembered."""
         if policy.id not in self.trials:
             bench = self.bench
@@ -111,7 +111,7 @@ class LoadStudy:
             served = {name: one.served for name, one in simulated.items()}
             contexts = np.concatenate([one.contexts for one in simulated.values()])
             rounds, accepted, _ = sum(one.counts.sum(0) for one in simulated.values())
-            self.trials[policy.id] = Trial(
+            self.trials[policy.id] = LoadTrial(
                 policy,
                 served,
                 {name: bench.objective.worth(one) for name, one in served.items()},
@@ -121,16 +121,16 @@ class LoadStudy:
             )
         return self.trials[policy.id]
 
-    def best_constant(self, load: str) -> Trial:
+    def best_constant(self, load: str) -> LoadTrial:
         """The best constant of a load; of equal ones the first, which drafts least."""
         return max(self.constants, key=lambda trial: float(f"{trial.worth[load]:.4g}"))
 
     @property
-    def off(self) -> Trial | None:
+    def off(self) -> LoadTrial | None:
         """A server without a draft; None where no steps of one were recorded."""
         return next((t for t in self.constants if t.policy.draft == "none"), None)
 
-    def idle(self, draft: str) -> Trial | None:
+    def idle(self, draft: str) -> LoadTrial | None:
         """A server that has a draft loaded and drafts 0 tokens: this draft, else any. None where
         none was recorded."""
         idle = [t for t in self.constants if t.policy.draft != "none" and not t.policy.speculates]
@@ -161,7 +161,7 @@ class LoadStudy:
         return [1 << n for n in range(min(largest, self.bench.rules.max_num_seqs).bit_length())]
 
     def _search_tables(
-        self, draft: str, contexts: Mapping[int, float], seeds: Sequence[Trial]
+        self, draft: str, contexts: Mapping[int, float], seeds: Sequence[LoadTrial]
     ) -> None:
         """Tries tables of a draft by batch size from each of the contexts on, beginning with what
         ``seeds`` draft and what is best for a step of each size alone, at a context that is typical
@@ -202,7 +202,7 @@ class LoadStudy:
             self._search_tables(draft, {0: low, self.context: high}, seeds)
 
     @property
-    def best_by_batch(self) -> Trial:
+    def best_by_batch(self) -> LoadTrial:
         """The best of the trials that draft alike at every context."""
         alike = (t for t in self.trials.values() if len(contexts_of(t.policy)) == 1)
         return max(alike, key=lambda trial: trial.value)
@@ -218,7 +218,7 @@ class LoadStudy:
         tried = [t for t in self.constants if t.policy.draft == draft]
         costs = self.bench.costs.of(draft, [trial.policy.gamma_max for trial in tried])
 
-        def per_token_s(trial: Trial, context: float, size: int) -> float:
+        def per_token_s(trial: LoadTrial, context: float, size: int) -> float:
             gamma = trial.policy.gamma_max
             step_s = step_seconds(costs, size * (1 + gamma), 0, size, size * context, gamma)
             return step_s / trial.tokens_per_round
@@ -228,7 +228,7 @@ class LoadStudy:
             for context, size in places
         ]
 
-    def _simplest(self, best: Trial) -> Trial:
+    def _simplest(self, best: LoadTrial) -> LoadTrial:
         """Of those within a tie of the best: no draft, else a constant, else the table of fewest
         entries. Costs of single steps are not known better than a tie."""
         tied = [trial for trial in self.constants if trial.within_a_tie(best)]

@@ -23,7 +23,7 @@ from spectune.optimizer.report.evidence import rounds_of_one
 from spectune.optimizer.serving import ready_plan
 from spectune.optimizer.shortlisted import ShortlistedDrafts
 from spectune.optimizer.simulate.trace import Opened, open_trace
-from spectune.optimizer.tuning.bench import Proposals, Texts, Tunable
+from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
 from spectune.optimizer.tuning.confirm import check_sample_size
 from spectune.optimizer.tuning.decoder import NativeBench
 from spectune.optimizer.tuning.pair_search import PairSearch
@@ -298,9 +298,11 @@ class PairBench(NativeBench, Tunable):
         self.parts = Parts(fit, search, *(mixed(part, categories, of) for part in rest))
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> RecordedTexts:
         info, trace = self.recording.store.get_recording(self.recording.id), self.trace
-        return Texts(info, trace.trajectories, self.ordinals, trace.conversations, self.parts)
+        return RecordedTexts(
+            info, trace.trajectories, self.ordinals, trace.conversations, self.parts
+        )
 
     @property
     def spread(self) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
 from spectune.optimizer.fit.tuning import fit_drafts
 from spectune.optimizer.record import PanoramaSpec
-from spectune.optimizer.search import Study, finalists, is_fixed, rivals, search
+from spectune.optimizer.search import SearchStudy, finalists, is_fixed, rivals, search
 from spectune.optimizer.serving import earlier_winners
 from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.spaces import (
@@ -44,7 +44,7 @@ class PairSearch:
     incumbent: Policy
     grown: tuple[str, ...] = ()
     limits: dict[str, DraftLimits] = field(default_factory=dict)
-    study: Study | None = None
+    study: SearchStudy | None = None
 
     def __post_init__(self) -> None:
         bench = self.bench
@@ -74,7 +74,7 @@ class PairSearch:
         name = self.put(study, why)
         return Proposals(*self.roles(study, choice), name, len(study.trials))
 
-    def search(self, trials: int) -> Study:
+    def search(self, trials: int) -> SearchStudy:
         """Replays policies on the search part; those of an earlier search are not replayed
         again."""
         bench, options = self.bench, self.options
@@ -168,7 +168,7 @@ class PairSearch:
                 "faster."
             )
 
-    def choose(self, study: Study) -> tuple[Policy | None, str]:
+    def choose(self, study: SearchStudy) -> tuple[Policy | None, str]:
         """A choice by prompt between the best policies of the drafts, where it is predicted to gain
         beyond noise; and what it is predicted to gain, or why nothing can be told."""
         bench = self.bench
@@ -190,7 +190,7 @@ class PairSearch:
         policy = parse_policy(made.policy) if made.document["chooses"] else None
         return policy, str(made.document["reason"])
 
-    def put(self, study: Study, by_prompt: str) -> str:
+    def put(self, study: SearchStudy, by_prompt: str) -> str:
         """Stores the study; its id. ``by_prompt``: what :meth:`choose` said."""
         document = {
             "recording": self.recording.id,
@@ -208,7 +208,7 @@ class PairSearch:
         )
 
     def roles(
-        self, study: Study, choice: Policy | None
+        self, study: SearchStudy, choice: Policy | None
     ) -> tuple[Sequence[Policy], Mapping[str, Policy]]:
         """The finalists, and the baselines by role."""
         best = finalists(study, self.options.finalists)

@@ -16,7 +16,7 @@ from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import common_factor
 from spectune.optimizer.report.evidence import put_evidence
 from spectune.optimizer.report.words import confirmed_in_words, counted, sampling_in_words
-from spectune.optimizer.tuning.bench import Bench, Prediction, Texts, Tunable
+from spectune.optimizer.tuning.bench import Bench, Prediction, RecordedTexts, Tunable
 from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
     Confirmation,
@@ -301,7 +301,7 @@ def incumbent_of(place: Place, bench: Tunable) -> tuple[Policy, str]:
 
 
 def publish(
-    store: TraceStore, tuned: Tuned, texts: Texts, place: Place, options: ProveOptions
+    store: TraceStore, tuned: Tuned, texts: RecordedTexts, place: Place, options: ProveOptions
 ) -> Tuned:
     """The results with the publication of their winner, once per idempotency key, with its evidence
     and the sampling that it was tuned for; or with why it was not published."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.attention import causal_mask
-from spectune.runtime.cache import Tokens
+from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda.launch import first_line
 from spectune.runtime.drafts.device_trees import (
     MOST_PHASES,
@@ -33,7 +33,7 @@ from spectune.runtime.drafts.device_trees import (
     tree_phase,
 )
 from spectune.runtime.drafts.protocol import LONG_LAG
-from spectune.runtime.models import Kind, Output, Outputs, SlotModel
+from spectune.runtime.models import Output, Outputs, PassKind, SlotModel
 from spectune.runtime.policies.document import NODE_LIMIT
 from spectune.traces.schema import Sampling
 
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     """``tokens``, a rung, and the kind of pass."""
 
     tokens: int
-    kind: Kind
+    kind: PassKind
 
 
 class CudaRecorder:
@@ -114,7 +114,9 @@ class CapturedPass:
         self._hidden = torch.zeros(n, width, dtype=model.dtype, device=device) if width else None
         ids, positions, slots = self._numbers
         length, hidden = self._length, self._hidden
-        inputs = Tokens(ids, positions, slots, self._mask, capacity, length=length, hidden=hidden)
+        inputs = PassTokens(
+            ids, positions, slots, self._mask, capacity, length=length, hidden=hidden
+        )
 
         def compute() -> Outputs:
             tokens = inputs
@@ -126,7 +128,7 @@ class CapturedPass:
 
         self._replay, self._outputs = recorder.capture(compute)
 
-    def __call__(self, tokens: Tokens) -> Outputs:
+    def __call__(self, tokens: PassTokens) -> Outputs:
         """Replays the pass for n tokens, at most as many as were captured."""
         n, stop, mask = len(tokens.ids), tokens.stop, tokens.mask
         for row, values in zip(self._numbers, tokens[:3], strict=True):
@@ -156,8 +158,8 @@ class PassGraphs:
 
     def __init__(self, model: SlotModel, recorder: CudaRecorder) -> None:
         self.model, self.problem = model, ""
-        self.replayed: Counter[tuple[int, Kind]] = Counter()
-        self.eager: Counter[tuple[int, Kind]] = Counter()
+        self.replayed: Counter[tuple[int, PassKind]] = Counter()
+        self.eager: Counter[tuple[int, PassKind]] = Counter()
         self.requests: tuple[tuple[Sampling, bool], ...] = ()
         self._recorder = recorder
         self._passes: dict[Shape, CapturedPass] = {}
@@ -172,14 +174,14 @@ class PassGraphs:
         with CAPTURING:
             self._passes, self.problem = {}, ""
 
-    def run(self, kind: Kind, tokens: Tokens) -> Outputs | None:
+    def run(self, kind: PassKind, tokens: PassTokens) -> Outputs | None:
         """A pass, replayed; None where its shape is not captured."""
         n = len(tokens.ids)
         captured = self._passes.get(Shape(_RUNG_OF[n], kind)) if n <= RUNGS[-1] else None
         (self.replayed if captured else self.eager)[n, kind] += 1
         return captured(tokens) if captured else None
 
-    def capture(self, most: int, kind: Kind) -> None:
+    def capture(self, most: int, kind: PassKind) -> None:
         """Captures passes of up to ``most`` tokens. What is captured already stays."""
         if not most or not self.model.cache.capacity:
             return
@@ -254,22 +256,22 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) ->
     target, draft = pair.target.graphs, pair.models.get(plan.policy.draft)
     assert target is not None
     answers: Output = "ids" if greedy else "logits"
-    target.capture(1, Kind(answers))
+    target.capture(1, PassKind(answers))
     if plan.rules is None:
         return
     rule, depth = plan.rules[0 if greedy else 1], plan.policy.depth_max
     head = draft is not None and draft.feature_size > 0
     tree = plan.policy.is_tree or head
     most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.bin_top_n))
-    target.capture(1 + min(rule.verified(depth), most), Kind(answers, causal=not tree))
+    target.capture(1 + min(rule.verified(depth), most), PassKind(answers, causal=not tree))
     if draft is None or draft.graphs is None:
         return
     grows = tree or plan.stop.active
     ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
-    draft.graphs.capture(LONG_LAG, Kind(reads))
+    draft.graphs.capture(LONG_LAG, PassKind(reads))
     if grows and grows_on_device(draft, plan, rejects=rejects):
         tree_phase(plan, draft, sampling).capture(draft.graphs.record)
     elif grows:
         widths = [rule.step_width(level) for level in range(2, depth + 1)]
-        draft.graphs.capture(max(widths, default=0), Kind(reads, causal=False, recurrent=head))
+        draft.graphs.capture(max(widths, default=0), PassKind(reads, causal=False, recurrent=head))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import Tokens
+from spectune.runtime.cache import PassTokens
 from spectune.runtime.distributions import best_children, codes_on_device
 from spectune.runtime.policies.blocks import FixedWindow
 from spectune.runtime.sampling import Noise, add_noise
@@ -181,7 +181,7 @@ class TreePhase:
         hidden = None if self._hidden is None else self._hidden[above]
         positions = (self._numbers[1:2] + (level - 1)).clamp_max(model.max_positions - 1).expand(n)
         length = (slots[-1:] + 1).clamp_max(capacity)
-        read = Tokens(
+        read = PassTokens(
             tokens, positions, slots, self._mask[:n], capacity, length=length, hidden=hidden
         )
         states, _ = model.forward(read, recurrent=hidden is not None)

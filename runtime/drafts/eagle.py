@@ -14,7 +14,7 @@ from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
 from spectune.runtime.models import CHUNK, CausalModel
-from spectune.runtime.shortlists import Shortlists, States
+from spectune.runtime.shortlists import RecentStates, Shortlists
 from spectune.runtime.trees.draft import GrownTree
 
 
@@ -69,7 +69,7 @@ class EagleDraft:
     def __init__(self, head: EagleHead, features: Features) -> None:
         self.head, self.features, self.columns = head, features, columns(features.target, head)
         self._read = 1
-        self._states = States()
+        self._states = RecentStates()
 
     def begin(self, text: list[int], capacity: int) -> None:
         self.features.catch_up(text, capacity)

@@ -30,7 +30,7 @@ from spectune.runtime.checkpoints import (
     weight_files,
 )
 from spectune.runtime.drafts.eagle_head import EagleHead, HeadNet, HeadShape
-from spectune.runtime.drafts.eagle_states import States, check_count, states_of, unread_keys
+from spectune.runtime.drafts.eagle_states import TargetStates, check_count, states_of, unread_keys
 from spectune.runtime.models import FINAL, CausalModel
 from spectune.traces.errors import PairError
 
@@ -101,7 +101,7 @@ def _head(
     config = _flat(document)
     eagle3 = is_eagle3(folder)
     fuses = not eagle3 or config.get(FUSES) is not False
-    states = States((FINAL,), "last")
+    states = TargetStates((FINAL,), "last")
     llama = LlamaConfig(**{key: config[key] for key in SIZES if config.get(key) is not None})
     usual = target.hidden_size if eagle3 and fuses else llama.hidden_size
     if (width := config.get("target_hidden_size") or usual) != target.hidden_size:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectune.runtime.attention import layer_mask
-from spectune.runtime.cache import LayerShape, SlotCache, Tokens
+from spectune.runtime.cache import LayerShape, PassTokens, SlotCache
 from spectune.runtime.fused import Layer, Pass, new_pass, try_kernels
 from spectune.runtime.models import CausalModel, SlotModel
 
@@ -208,7 +208,7 @@ class EagleHead(SlotModel):
         super()._allocate(tokens, keep=keep)
         self._cos, self._sin = self._table(self.cache.capacity)
 
-    def forward(self, tokens: Tokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         """Row i of ``tokens.hidden`` belongs to the token before ``ids[i]``: target features, or
         with ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing
         reads a head's hidden states."""

@@ -28,7 +28,7 @@ STATE_LIKE: Final = re.compile(r"(?!output_)\w*(layer_ids|hidden_states?)\w*")
 """Keys that are named where nothing here reads them."""
 
 
-class States(NamedTuple):
+class TargetStates(NamedTuple):
     """The target's hidden states that a head reads, as ``CausalModel.taps`` counts them; how its
     configuration names them, and under which ``keys``."""
 
@@ -37,7 +37,7 @@ class States(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-def states_of(config: Config, layers: int) -> States:
+def states_of(config: Config, layers: int) -> TargetStates:
     """What an EAGLE-3 head reads, by whichever of ``STATE_KEYS`` names it.
 
     Published ids follow two conventions: outputs of layers (state = id + 1; SpecForge, ModelOpt),
@@ -45,7 +45,7 @@ def states_of(config: Config, layers: int) -> States:
     read a low layer, by default the output of layer 1, which is state 2; so ids without a 1 are
     boundaries, and so are those that reach the number of layers, which is the output of no layer.
     Without ids the states are 2, L/2 and L-3, as in the engines."""
-    named: dict[str, States] = {}
+    named: dict[str, TargetStates] = {}
     for key in STATE_KEYS:
         for place, ids in _places(config, key):
             if ids:
@@ -53,11 +53,11 @@ def states_of(config: Config, layers: int) -> States:
                     raise PairError(f"{place} of {CONFIG} is {ids!r}; a list of ids is expected")
                 outputs = key in OUTPUT_IDS or (1 in ids and layers not in ids)
                 convention: Convention = "outputs" if outputs else "boundaries"
-                named[f"{place} {ids}"] = States(tuple(i + outputs for i in ids), convention)
+                named[f"{place} {ids}"] = TargetStates(tuple(i + outputs for i in ids), convention)
     if len({states.taps for states in named.values()}) > 1:
         raise PairError(f"{CONFIG} names other hidden states twice: {' and '.join(named)}")
     keys = tuple(name.partition(" ")[0] for name in named)
-    default = States((2, layers // 2, layers - 3), "default")
+    default = TargetStates((2, layers // 2, layers - 3), "default")
     states = next(iter(named.values()), default)._replace(keys=keys)
     if not all(0 <= tap <= layers for tap in states.taps):
         raise PairError(
@@ -73,7 +73,9 @@ def _places(config: Config, key: str) -> list[tuple[str, Any]]:
     return [(f"eagle_config.{key}", nested.get(key)), (key, config.get(key))]
 
 
-def check_count(config: Config, states: States, tensors: Mapping[str, Tensor], width: int) -> None:
+def check_count(
+    config: Config, states: TargetStates, tensors: Mapping[str, Tensor], width: int
+) -> None:
     """Raises PairError where a head takes another number of the target's states, which are
     ``width`` wide, than are named."""
     count = len(states.taps)
@@ -90,7 +92,7 @@ def check_count(config: Config, states: States, tensors: Mapping[str, Tensor], w
         )
 
 
-def unread_keys(document: Config, states: States, known: Collection[str]) -> tuple[str, ...]:
+def unread_keys(document: Config, states: TargetStates, known: Collection[str]) -> tuple[str, ...]:
     """Keys of a head's configuration that nothing here follows: of its ``eagle_config``, and those
     that seem to say what it reads; but those that are ``known`` otherwise."""
     nested = document.get("eagle_config") or {}

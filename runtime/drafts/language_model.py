@@ -12,7 +12,7 @@ from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
 from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.sampling import sample
-from spectune.runtime.shortlists import Shortlists, States, Support
+from spectune.runtime.shortlists import RecentStates, Shortlists, Support
 
 
 class LanguageModelDraft:
@@ -23,7 +23,7 @@ class LanguageModelDraft:
     def __init__(self, model: CausalModel) -> None:
         self.model = model
         self._read = 0
-        self._states = States()
+        self._states = RecentStates()
         self._nodes: list[Tensor] = []
         """The states of the nodes read for the tree in hand, level by level, where a router will
         ask for them."""

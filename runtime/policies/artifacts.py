@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FittedArtifact:
     """What was fitted, as the runtime sees it: its kind, a JSON document and arrays."""
 
     kind: str
@@ -38,7 +38,7 @@ class Fitted:
     arrays: Mapping[str, npt.NDArray[Any]]
 
 
-Artifacts = Callable[[str], Fitted]
+Artifacts = Callable[[str], FittedArtifact]
 """Finds an artifact by id; raises PolicyError when there is none."""
 
 
@@ -77,7 +77,7 @@ def lacking(error: Exception) -> str:
     return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _misfit(policy: Policy, name: str, kind: str, artifact: Fitted) -> str:
+def _misfit(policy: Policy, name: str, kind: str, artifact: FittedArtifact) -> str:
     """Why a policy cannot use an artifact; nothing where it can."""
     command, draft = COMMANDS[kind], artifact.document.get("draft")
     if artifact.kind != kind:

@@ -96,7 +96,7 @@ class QLearningWindow(AdaptiveWindow):
     gamma_min: Gamma = 1
 
 
-class Limits(NamedTuple):
+class WindowLimits(NamedTuple):
     """The windows that may be chosen, and the one of a request's first round."""
 
     gamma_min: int
@@ -149,7 +149,7 @@ def forget(history: History) -> None:
 
 @compiled(inline=True)
 def analytic(
-    expected: IntArray, limits: Limits, history: History, num_drafted: int, num_accepted: int
+    expected: IntArray, limits: WindowLimits, history: History, num_drafted: int, num_accepted: int
 ) -> int:
     """Method 1: equation 1 at the beta of the last rounds; ``expected`` is
     :func:`expected_acceptances`.
@@ -258,7 +258,7 @@ class Learner(NamedTuple):
 
 
 @compiled(inline=True)
-def begin_learning(rule: QLearningRule, limits: Limits, learner: Learner) -> None:
+def begin_learning(rule: QLearningRule, limits: WindowLimits, learner: Learner) -> None:
     """Starts a request, in place. Its first window is given, not chosen, so nothing is learned of
     it."""
     now = learner.now[0]
@@ -269,7 +269,7 @@ def begin_learning(rule: QLearningRule, limits: Limits, learner: Learner) -> Non
 @compiled(inline=True)
 def q_learning(
     rule: QLearningRule,
-    limits: Limits,
+    limits: WindowLimits,
     learner: Learner,
     gamma: int,
     num_drafted: int,

@@ -43,7 +43,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.runtime.policies.heuristic import heuristic
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.policies.on_the_fly import FloatArray, IntArray, Limits
+from spectune.runtime.policies.on_the_fly import FloatArray, IntArray, WindowLimits
 from spectune.runtime.policies.splitmix import mix64
 from spectune.traces.errors import PolicyError
 
@@ -68,7 +68,7 @@ class CompiledWindow(NamedTuple):
     [states, actions], the Q-table that a session starts from: zeros."""
 
     kind: int
-    limits: Limits
+    limits: WindowLimits
     carries: bool = False
     reads_cache: bool = False
     history: int = 0
@@ -151,11 +151,11 @@ def compile_window(window: Window, round_s: FloatArray | None = None) -> Compile
     are none."""
     if isinstance(window, (FixedWindow, ByLoadWindow)):  # of one request at a time
         gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
-        return CompiledWindow(FIXED, Limits(gamma, gamma, gamma))
+        return CompiledWindow(FIXED, WindowLimits(gamma, gamma, gamma))
     if isinstance(window, HeuristicWindow):
-        limits = Limits(1, window.gamma_max, window.first)
+        limits = WindowLimits(1, window.gamma_max, window.first)
         return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
-    limits = Limits(window.gamma_min, window.gamma_max, window.first)
+    limits = WindowLimits(window.gamma_min, window.gamma_max, window.first)
     if isinstance(window, AnalyticWindow):
         expected = on_the_fly.expected_acceptances(window, _weighed(window, round_s))
         return CompiledWindow(ANALYTIC, limits, history=window.history, expected=expected)

@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
     starts: list[int]
 
 
-class Passes(ABC):
+class TextPasses(ABC):
     """A draft's passes over a recorded text and its off-text nodes: the text's keys and values are
     shared under a mask, drafted nodes lie behind them. ``shared``: distributions are functions of
     the prefix, whatever start they are drafted from. Under ``shortlists`` logits outside of a
@@ -99,7 +99,7 @@ class Passes(ABC):
         return nodes.positions.clamp_max(self.cached.max_positions - 1), slots, mask
 
 
-class LanguageModelPasses(Passes):
+class LanguageModelPasses(TextPasses):
     """A language model's passes."""
 
     def __init__(
@@ -144,7 +144,7 @@ class LanguageModelPasses(Passes):
         return self._listed(steps, nodes.ids, torch.stack(previous), states)
 
 
-class HeadPasses(Passes):
+class HeadPasses(TextPasses):
     """A head's passes: the text with the target's features, drafted nodes with the head's own
     outputs."""
 
@@ -228,7 +228,7 @@ class RecordedText:
         self.output: list[int] = trajectory.output_ids.tolist()
         self.text = [*trajectory.prompt_ids.tolist(), *self.output]
         self.prompt = len(trajectory.prompt_ids)
-        self.passes: Passes
+        self.passes: TextPasses
         if draft in pair.heads:
             head = pair.heads[draft]
             self.passes = HeadPasses(pair.target, head, self.text, self.prompt, shortlists)
