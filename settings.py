@@ -576,6 +576,15 @@ class Placed(InPlace, OnPair):
     device: DeviceName = setting("auto", "Device that it is in force on: cpu, cuda, cuda:NAME.")
 
 
+class Status(Settings):
+    """What each deployment runs: the policy in force, since when and why, what it gained when it
+    was confirmed, what its traffic has shown since, and what is scheduled."""
+
+    example = "status"
+
+    deployment: str | None = setting(None, "Only this one; default: all.")
+
+
 class PoliciesList(OnPair):
     """Publications, newest first, and what each server did with them: all there are, or those of a
     pair and its device where one is named. For each deployment, pair and device the newest is in

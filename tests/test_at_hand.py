@@ -37,7 +37,7 @@ LIGHT = (
         f"policies export '{FIXED}' --pair demo --for vllm",
         "schedule add x --pair demo --cron @daily",
     ),
-    "schedule list",
+    *("schedule list", "status"),
 )
 QUICK = (
     *(([*path, "--help"], (*MODELS, "numba"), 800) for path, _ in every_command()),

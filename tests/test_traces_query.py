@@ -29,6 +29,7 @@ from trace_values import (
 from spectune.api import simulate
 from spectune.db import NotFoundError
 from spectune.engines.protocol import Answered
+from spectune.optimizer import schedule as schedules
 from spectune.optimizer.on_engine import outcome_on
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
@@ -469,3 +470,32 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     many = door.call("traces show all --json")
     assert len(json.loads(many.stdout)["requests"]) == 100
     assert "the first 100; --rows says how many" in many.stderr
+
+
+def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> None:
+    """What is in force, what it gained, what it has shown since, what is due; also where nothing is
+    published yet."""
+    door = Door(url)
+    assert "nothing is published, followed or scheduled yet" in door.call("status").stdout
+    decoded(at(store, NOW - DAY), {POLICY_ID: 0.1}, n=2)
+    confirmed = {"ratio": 1.25, "interval": [1.1, 1.42], "level": 0.98, "requests": 9}
+    at(store, NOW).publish(
+        PAIR, "cpu", POLICY_ID, actor="tune", reason="faster", evidence={"confirmed": confirmed}
+    )
+    (row,) = door.json("status")["deployments"]
+    assert (row["version"], row["label"], row["since"]) == (1, "small", NOW.isoformat())
+    assert row["confirmed"] == {"ratio": 1.25, "interval": [1.1, 1.42], "level": 0.98}
+    assert row["served_since"] is None, "what came before says nothing of it"
+    decoded(at(store, NOW + DAY), {POLICY_ID: 0.1}, n=3)
+    schedules.add_schedule(store.database, "nightly", "@daily", {"deployment": "canary"}, now=NOW)
+    canary, default = sorted(
+        door.json("status")["deployments"], key=lambda found: found["deployment"]
+    )
+    assert default["served_since"]["requests"] == 3
+    assert default["served_since"]["tau"] == pytest.approx(4.0)
+    assert (canary["version"], canary["scheduled"][0]["schedule"]) == (None, "nightly")
+    shown = door.call("status", env={"COLUMNS": "250"}).stdout
+    assert "1.25 (1.10-1.42)" in shown
+    assert "default: faster" in shown
+    assert "nothing is published" in shown
+    assert door.json("status --deployment canary")["deployments"] == [canary]

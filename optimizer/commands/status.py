@@ -1,0 +1,118 @@
+"""`status`: what each deployment runs, since when and why, what it has shown since, and what is
+due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spectune.db.schedules import Schedule
+from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.session import Talk, open_store
+from spectune.optimizer.deployment import deployment_of
+from spectune.optimizer.schedule import list_schedules
+from spectune.optimizer.servers import Servers, answers_in_words
+from spectune.settings import Status
+from spectune.traces.store import TraceStore
+from spectune.traces.store.query import TraceFilter, speed
+from spectune.traces.tables import Publication
+
+COLUMNS = ("deployment", "pair", "device", "version", "label", "since", "gained", "served", "due")
+
+
+def status(s: Status, talk: Talk) -> Result:
+    with open_store(s) as store:
+        names = {pair.id: pair.name for pair in store.list_pairs()}
+        schedules = list_schedules(store.database)
+        servers = Servers.of(store)
+        rows = [_in_force(store, p, names, servers, schedules) for p in store.in_force()]
+        followed = servers.deployments()
+    # Of a schedule or a follower that waits for a first publication.
+    silent = {_deployment(x) for x in schedules} | set(followed)
+    rows += [
+        _row(name, _due(schedules, name))
+        for name in sorted(silent - {r["deployment"] for r in rows})
+    ]
+    rows = [row for row in rows if s.deployment in (None, row["deployment"])]
+    lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
+    shown = [{**row, **_in_words(row)} for row in rows]
+    text = "\n".join(lines) if rows else "nothing is published, followed or scheduled yet"
+    tables = [Table(shown, COLUMNS, "deployments")] if rows else []
+    return Result(text, {"deployments": rows}, rows, tables)
+
+
+def _in_force(
+    store: TraceStore,
+    publication: Publication,
+    names: Mapping[str, str],
+    servers: Servers,
+    schedules: Iterable[Schedule],
+) -> dict[str, Any]:
+    """A deployment's row: what is in force, and what its traffic has shown since."""
+    p, at = publication, publication.created_at
+    of = TraceFilter(pair=p.pair_id, policy=p.policy_id, since=at)
+    served = next(iter(speed(store, of, by=("policy",))), None)
+    figures = ("requests", "tokens_per_s", "tau", "acceptance", "mean_batch")
+    confirmed = p.evidence.get("confirmed")
+    answers = store.acknowledgements(p.version)
+    return _row(p.deployment, _due(schedules, p.deployment)) | {
+        "pair": names.get(p.pair_id, p.pair_id),
+        "pair_id": p.pair_id,
+        "device": p.device,
+        "version": p.version,
+        "policy": p.policy_id,
+        "label": p.label,
+        "since": at.isoformat(),
+        "actor": p.actor,
+        "reason": p.reason,
+        "confirmed": confirmed and {k: confirmed[k] for k in ("ratio", "interval", "level")},
+        "served_since": served and {key: served[key] for key in figures},
+        "servers": answers_in_words(answers, servers),
+    }
+
+
+def _row(deployment: str, due: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of which nothing but the name and the schedules is known."""
+    nothing = ("pair", "pair_id", "device", "version", "policy", "label", "since", "actor")
+    more = {"reason": "", "confirmed": None, "served_since": None, "servers": ""}
+    return {"deployment": deployment, **dict.fromkeys(nothing), **more, "scheduled": due}
+
+
+def _deployment(schedule: Schedule) -> str:
+    """The deployment that a schedule publishes in."""
+    named = schedule.settings.get("deployment", deployment_of("native"))
+    return str(named)
+
+
+def _due(schedules: Iterable[Schedule], deployment: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "schedule": x.name,
+            "next_at": x.next_at.isoformat(),
+            "running": x.lease_owner,
+            "last": x.last and x.last["outcome"],
+        }
+        for x in schedules
+        if _deployment(x) == deployment
+    ]
+
+
+def _in_words(row: Mapping[str, Any]) -> dict[str, str]:
+    """The columns of the table that are no plain values."""
+    confirmed, served = row["confirmed"], row["served_since"]
+    gained = "not confirmed" if row["version"] else ""
+    if confirmed:
+        ends = [end for end in confirmed["interval"] if end is not None]
+        interval = f" ({ends[0]:.2f}-{ends[1]:.2f})" if len(ends) == 2 else ""
+        gained = f"{confirmed['ratio']:.2f}{interval}"
+    shown = "no request since" if row["version"] else "nothing is published"
+    if served:
+        tau = "" if served["tau"] is None else f", tau {served['tau']:.2f}"
+        shown = f"{served['requests']} requests, {served['tokens_per_s'] or 0:.0f} tokens/s{tau}"
+    due = [
+        f"{one['schedule']} {one['next_at'][:16]}"
+        + (f", last {one['last']}" if one["last"] else "")
+        for one in row["scheduled"]
+    ]
+    since = "" if row["since"] is None else row["since"][:16]
+    return {"gained": gained, "served": shown, "due": "; ".join(due), "since": since}
