@@ -661,8 +661,8 @@ def test_kills_lose_and_double_nothing(door: Door, agent: Agent, tmp_path: Path)
         while not end.is_set():
             if agent.count < limit[0]:
                 agent.write(20)
-            if agent.file.stat().st_size > 2 * CHUNK:
-                agent.number += 1
+                if agent.file.stat().st_size > 2 * CHUNK:
+                    agent.number += 1
             time.sleep(0.1)
 
     writer = threading.Thread(target=serve)
