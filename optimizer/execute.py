@@ -161,6 +161,21 @@ def warm(pair: LoadedPair, encoded: Encoded) -> None:
             list(islice(_decoder(pair, options.verifier, policy).rounds(request), 4))
 
 
+PROBE_ROUNDS = 20
+PROBE_PROMPT = 16
+"""Rounds of the fixed probe, and tokens of its prompt."""
+
+
+def probe_s(pair: LoadedPair, clock: Callable[[], float] = time.perf_counter) -> float | None:
+    """Median seconds of a pass of the target over one token, of a fixed text that it goes on with
+    for :data:`PROBE_ROUNDS`: how fast the machine is now. None where the text ends at once."""
+    decoder = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), clock=clock)
+    ids = [1 + n % (pair.target.vocab_size - 1) for n in range(PROBE_PROMPT)]
+    request = decoder.request(Request("probe", ""), ids, Sampling(), PROBE_ROUNDS + 1, drafts=())
+    rounds = [r.step.round_s for r in decoder.rounds(replace(request, eos_ids=frozenset()))]
+    return float(np.median(rounds[1:])) if len(rounds) > 1 else None
+
+
 def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
     """What executed requests cost and yielded."""
     rows, numbers = [], conversations_of([d.trajectory for d in decoded]).tolist()

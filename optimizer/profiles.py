@@ -4,11 +4,13 @@ trusted."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import numpy as np
 
+from spectune.optimizer.execute import probe_s
 from spectune.optimizer.record import whole_texts
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.loading import LoadedPair
@@ -96,6 +98,7 @@ def profile_for(
             return stored
         tell(f"{failed}: it is measured anew")
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
+    probe = probe_s(pair)
     measured = measure_profile(
         pair,
         gamma_max=gamma_max,
@@ -105,6 +108,7 @@ def profile_for(
         contexts=served_contexts(trajectories),
         progress=lambda what, done, total: progress("profile", done, total),
     )
+    measured = replace(measured, environment={**measured.environment, "probe_s": probe})
     return store.get_profile(store.put_profile(measured))
 
 

@@ -35,6 +35,7 @@ from spectune.optimizer.report.words import (
     savings,
 )
 from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.pipeline import pace_of_race
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.optimizer.tuning.tuned import Candidate, Tuned
 from spectune.runtime.pair import read_pair
@@ -360,3 +361,25 @@ def test_the_page_is_whole_and_nothing_in_it_acts(tmp_path: Path) -> None:
     command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert json.loads(re.findall("<pre>(.*?)</pre>", dom)[-1]) == [DEPLOY, [], 0]
+
+
+def test_a_machine_whose_speed_changed_is_told_first() -> None:
+    """Of all that is said, on the page and at the end of the command, and what to do."""
+    steady = replace(FASTER, probes=(1.0, 1.1, 1.05))
+    assert "speed changed" not in closing(steady.to_json(), "here", [])
+    drifted = replace(FASTER, probes=(1.0, 1.3, 1.1, 1.0))
+    first = closing(drifted.to_json(), "here", []).split("\n\n")[0]
+    assert "up to 30% longer at one time than at another" in " ".join(first.split())
+    assert "tune again" in first
+    assert "up to 30% longer" in html.unescape(page(report(drifted)))
+
+
+def test_predictions_are_of_the_machine_as_it_was_in_the_race() -> None:
+    """Where work took half as long again as beside the profile, all is predicted so much slower."""
+    assert pace_of_race([0.1, 0.15, 0.15]) == pytest.approx(1.5)
+    assert pace_of_race([0.1, 0.15]) == 1.0, "no profile with a probe"
+    predicted = WINNER.predicted
+    assert predicted is not None
+    slower = predicted.scaled(1.5).total
+    assert slower.tokens_per_s == pytest.approx(predicted.total.tokens_per_s / 1.5)
+    assert slower.emitted_tokens == predicted.total.emitted_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -337,6 +337,15 @@ class Outcome:
         for r in self.per_request:
             out[r.category] = out.get(r.category, Counts()) + r.counts
         return dict(sorted(out.items()))
+
+    def scaled(self, factor: float) -> Outcome:
+        """It on a machine that takes ``factor`` times as long."""
+
+        def of(row: RequestOutcome) -> RequestOutcome:
+            counts = replace(row.counts, seconds=row.counts.seconds * factor)
+            return replace(row, counts=counts, first_s=row.first_s * factor)
+
+        return replace(self, per_request=tuple(map(of, self.per_request)))
 
     def tokens_per_s_interval(self) -> tuple[float, float]:
         """Interval (:func:`ratio_interval`) of total tokens/s. (0, 0) for an unpriced outcome,

@@ -21,6 +21,7 @@ from spectune.optimizer.report.words import (
     PolicyTable,
     counted,
     deploys,
+    drift_in_words,
     executed_table,
     headline,
     latency_table,
@@ -114,7 +115,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         title=headline(tuned),
         command=command,
         purpose=purpose,
-        lead=[*reasons(tuned), *saved],
+        lead=[*drift_in_words(tuned["probes_s"]), *reasons(tuned), *saved],
         facts=facts.items(),
         sections=list(sections(report)),
     )

@@ -261,6 +261,23 @@ def reasons(tuned: Json) -> list[str]:
     return [*sentences, *rejection_in_words(tuned), *(f"Beware: {line}." for line in doubts)]
 
 
+DRIFT: Final = 0.15
+"""How far two probes of a machine may be apart."""
+
+
+def drift_in_words(probes: Sequence[float]) -> list[str]:
+    """A sentence where the machine's speed changed while a tuning measured; none where it did
+    not."""
+    if not probes or max(probes) <= (1 + DRIFT) * min(probes):
+        return []
+    apart = 100 * (max(probes) / min(probes) - 1)
+    return [
+        "The machine's speed changed while this was measured: the same work took up to "
+        f"{apart:.0f}% longer at one time than at another. End what else runs on it, or wait, and "
+        "tune again; policies were executed in turns, so their ratios suffer less than tokens/s."
+    ]
+
+
 def prediction_in_words(prediction: Json | None) -> str:
     """How far a tuning's predictions were off (``prediction`` of ``tune --json``), as made, and
     after the factor that is fitted to the same executions, where that helps."""
@@ -291,7 +308,8 @@ def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str
         first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
         first = f"No faster policy was confirmed. Nothing changes {where}: {name}."
-    lines = ["", _filled(" ".join([first, *reasons(tuned)])), ""]
+    drift = [line for text in drift_in_words(tuned["probes_s"]) for line in ("", _filled(text))]
+    lines = [*drift, "", _filled(" ".join([first, *reasons(tuned)])), ""]
     for command, purpose in commands:
         lines += [_filled(f"# {purpose}", subsequent_indent="# "), command]
     return "\n".join(lines)

@@ -161,6 +161,15 @@ class Tunable(Bench):
         """What a tuning took so far, by stage."""
         return {}
 
+    @cached_property
+    def probes(self) -> list[float]:
+        """Seconds of one fixed piece of work, each time that :meth:`probe` was called, the first
+        beside what predictions are made by; empty where there is no such work."""
+        return []
+
+    def probe(self) -> None:
+        """Measures how fast the machine is now."""
+
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Adds what the block takes to :attr:`seconds`."""

@@ -15,7 +15,7 @@ from typing import Any
 from spectune import settings
 from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.execute import DecodeOptions, probe_s
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
 from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
@@ -286,6 +286,12 @@ class PairBench(NativeBench, Tunable):
         self.recording, self.options = recording, options
         self.profile_id, self.doubts = profile.id, doubts(profile, trees=prices_trees)
         self.take(opened)
+        if beside_profile := profile.environment.get("probe_s"):
+            self.probes.append(beside_profile)
+
+    def probe(self) -> None:
+        if (seconds := probe_s(self.pair, self.clock)) is not None:
+            self.probes.append(seconds)
 
     def take(self, opened: Opened) -> None:
         """Replays this trace from here on."""

@@ -3,7 +3,7 @@ against what is in force, and what is confirmed is published (:func:`tune`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -241,16 +241,21 @@ def tune(
     roles = {"incumbent": incumbent}
     roles |= {f"finalist {n}": policy for n, policy in enumerate(proposals.finalists, 1)}
     roles |= proposals.baselines
+    bench.probe()
     with bench.timed("execute"):
         raced = run_race(bench, roles, incumbent, options, progress=progress)
+    bench.probe()
+    pace = pace_of_race(bench.probes)
     with bench.timed("confirm"):
         confirmed, compared = confirm_winner(bench, raced, options, progress=progress)
+    bench.probe()
     texts, earlier = bench.texts, 0
     if confirmed is not None:
         held = [texts.ordinals[text] for text in texts.parts.confirm]
         earlier = count_confirmation(store, texts.recording.id, held)
     with bench.timed("execute"):
         beside = bench.beside(raced, options.budget_s, progress)
+    raced = at_pace(raced, pace)
     decision = decide(raced, confirmed, place.stays(unusable))
     said = unusable, place.reference(unusable), bench.doubts, decision.reason
     tuned = Tuned(
@@ -259,7 +264,8 @@ def tune(
         candidates=raced.candidates,
         confirmed=confirmed,
         reason="; ".join(filter(None, said)),
-        common_factor=common_factor(raced.race.timings),
+        common_factor=common_factor(raced.race.timings) * pace,
+        probes=tuple(bench.probes),
         unit=raced.unit,
         gain=raced.gain,
         recording=texts.recording.id,
@@ -283,6 +289,31 @@ def tune(
     if tuned.published is not None:
         bench.put_in_force(tuned.published, options.tell)
     return tuned
+
+
+def pace_of_race(probes: Sequence[float]) -> float:
+    """How many times as long work took beside the race (the last two probes) as it did beside the
+    profile (the first); 1 where that is not known."""
+    if len(probes) < 3:
+        return 1.0
+    return (probes[-1] + probes[-2]) / 2 / probes[0]
+
+
+def at_pace(raced: Raced, pace: float) -> Raced:
+    """The candidates with their predictions as seconds of the machine of the race. Ratios, by which
+    policies were chosen, are the same."""
+
+    def scaled(candidate: Candidate) -> Candidate:
+        predicted = candidate.predicted
+        return replace(candidate, predicted=predicted and predicted.scaled(pace))
+
+    candidates = tuple(map(scaled, raced.candidates))
+    return replace(
+        raced,
+        candidates=candidates,
+        winner=scaled(raced.winner),
+        incumbent=scaled(raced.incumbent),
+    )
 
 
 def incumbent_of(place: Place, bench: Tunable) -> tuple[Policy, str]:

@@ -88,8 +88,9 @@ class Tuned:
     ``earlier_confirmations``: on the requests that were held out, by tunings before.
     ``rejection``: the best chain of that verifier, or why it was not tried; None at temperature 0,
     where it is in use, and on an engine. ``executed``: of an engine what was predicted and measured
-    of each candidate, by load. ``unit``, ``gain``: as the bench has them: a unit need not
-    be a request, nor a ratio one of speeds."""
+    of each candidate, by load. ``probes``: seconds of one fixed piece of work, beside the profile,
+    before and after the race, and after the confirmation. ``unit``, ``gain``: as the bench has
+    them: a unit need not be a request, nor a ratio one of speeds."""
 
     winner: Candidate
     incumbent: Candidate
@@ -110,6 +111,7 @@ class Tuned:
     rejection: RejectionChain | NotTried | None = None
     earlier_confirmations: int = 0
     executed: Sequence[Mapping[str, Any]] = ()
+    probes: tuple[float, ...] = ()
     unit: str = "requests"
     gain: str = AS_FAST
 
@@ -201,6 +203,7 @@ class Tuned:
             "workload": self.workload.to_json(),
             "seconds": dict(self.seconds),
             "executed": list(self.executed),
+            "probes_s": list(self.probes),
         }
 
 
