@@ -157,7 +157,7 @@ def read_config(file: str | None) -> Config | None:
     from_document(File, document, str(path))
     for key in PATHS:
         if isinstance(value := values.get(key), list):
-            values[key] = [_from(path.parent, str(name)) for name in value]
+            values[key] = [_named_from(path.parent, str(name)) for name in value]
         elif isinstance(value, dict):
             values[key] = {name: _from(path.parent, str(one)) for name, one in value.items()}
         elif key == "load.arrivals" and ".csv" not in str(value):
@@ -165,6 +165,12 @@ def read_config(file: str | None) -> Config | None:
         elif value is not None:
             values[key] = _from(path.parent, str(value))
     return Config(path, values)
+
+
+def _named_from(folder: Path, name: str) -> str:
+    """A path, or ``NAME=PATH``, as seen from the working folder."""
+    before, equals, path = name.rpartition("=")
+    return f"{before}{equals}{_from(folder, path)}"
 
 
 def _from(folder: Path, name: str) -> str:

@@ -831,7 +831,7 @@ class Tune(InPlace, OnWorkload):
 
     device: Device = setting("auto", "Device of the models.", hidden=True, acts="native server")
     deployment: Deployment = setting(
-        "default", "Name under which a policy is in force.", env="SPECTUNE_DEPLOYMENT", hidden=True
+        "default", "Name under which a policy is in force.", env="SPECTUNE_DEPLOYMENT"
     )
     recording: str | None = setting(None, "Tune on this recording; latest: the newest.")
     since: Since | None = setting(None, "Tune on a sample of what was decoded since, e.g. 24h.")

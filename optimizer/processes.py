@@ -55,8 +55,15 @@ def dask_workers(address: str | None) -> Iterator[None]:
         raise SpectuneError("workers need Dask: `pip install distributed`") from None
     where = f"workers {address}"
     try:
-        with Client(address, timeout=CONNECT_S) as client:
-            client.wait_for_workers(1, timeout=CONNECT_S)
+        client = Client(address, timeout=CONNECT_S)
+        client.wait_for_workers(1, timeout=CONNECT_S)
+    except (OSError, ValueError) as error:
+        raise SpectuneError(
+            f"{where}: no Dask scheduler with workers answers there ({error}); `dask scheduler` "
+            "and `dask worker` start them"
+        ) from None
+    try:
+        with client:
             token = _cluster.set((client.get_executor(pure=False), sum(client.nthreads().values())))
             try:
                 yield
@@ -64,11 +71,6 @@ def dask_workers(address: str | None) -> Iterator[None]:
                 _cluster.reset(token)
     except (KilledWorker, FutureCancelledError, CommClosedError) as error:
         raise SpectuneError(f"{where}: lost while at work ({error}); run it again") from None
-    except (OSError, ValueError) as error:
-        raise SpectuneError(
-            f"{where}: no Dask scheduler with workers answers there ({error}); `dask scheduler` "
-            "and `dask worker` start them"
-        ) from None
 
 
 class _PairKey(NamedTuple):

@@ -202,7 +202,7 @@ def test_tuning_records_trees_on_a_few_requests_first(
     monkeypatch.setattr(PairSearch, "best_tree", lambda *_: 0.8)
     first.record_trees()
     assert (widths(), first.grown) == ([1, 1, 2], ())
-    assert "Trees of near cannot win: on 1 requests their best is 20% slower" in "".join(lines)
+    assert "Trees of near are left out: on 1 requests their best is 20% slower" in "".join(lines)
     monkeypatch.setattr(PairSearch, "best_tree", lambda *_: 0.95)
     second = tuning()
     second.record_trees()

@@ -121,7 +121,7 @@ class PairSearch:
                 could_win.add(draft)
             else:
                 options.tell(
-                    f"Trees of {draft} cannot win: on {len(few)} requests their best is "
+                    f"Trees of {draft} are left out: on {len(few)} requests their best is "
                     f"{100 * (1 - share):.0f}% slower than the fastest policy."
                 )
         grown = [d for d in trees if d in could_win]
