@@ -18,7 +18,6 @@ from test_report import PLAIN, SLOWER, WINNER
 from test_report import tuned as results
 
 import spectune
-import spectune.optimizer.commands.tune
 from spectune.db.errors import DatabaseError
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.inputs import read_files
@@ -81,6 +80,7 @@ import torch
 from transformers.utils import logging
 import spectune
 from spectune.optimizer import processes
+from spectune.optimizer.commands.outcomes import tuning_result
 
 def switches():
     cudnn, bars = torch.backends.cuda.cudnn_sdp_enabled(), logging.is_progress_bar_enabled()
@@ -151,17 +151,11 @@ def test_prompts_of_every_kind_are_narrowed(
     assert len(spectune.run("autoregressive", prompts=lines, pair=pair, **groups).rows) == 1
 
 
-def test_rows_of_a_tuning_are_in_the_order_of_the_race(
-    pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_tuning_are_in_the_order_of_the_race() -> None:
     """One that was dropped after two easy requests has the most tokens/s."""
     incumbent = replace(PLAIN, role="incumbent")
     done = results(WINNER, incumbent, PLAIN, incumbent, SLOWER, WINNER)
-    command = spectune.optimizer.commands.tune
-    monkeypatch.setattr(command, "run_tuning", lambda *_args, **_how: done)
-    prompts, db = [f"x {n}" for n in range(40)], tmp_path / "x.db"
-    found = spectune.tune(prompts=prompts, pair=pair, db=db, publish=False, report="none")
-    assert [row["role"] for row in found.rows] == [
+    assert [row["role"] for row in tuning_result(done).rows] == [
         *("finalist 1", "finalist 2", "autoregressive, incumbent"),
     ]
 
