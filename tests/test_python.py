@@ -19,6 +19,7 @@ from test_report import tuned as results
 
 import spectune
 from spectune.db.errors import DatabaseError
+from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.inputs import read_files
 from spectune.runtime.loading import LoadedPair

@@ -9,13 +9,16 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doors import Door
+from schedule_worker import HOUR as HOUR
+from schedule_worker import T0 as T0
+from schedule_worker import serve
 from sqlalchemy import text, update
 from waiting import PATIENCE_S, eventually
 
@@ -28,63 +31,16 @@ from spectune.options import from_document
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
 
-T0 = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
-HOUR = timedelta(hours=1)
 WORKERS, SCHEDULES, SLOTS = 4, 10, 2
 
 # Workers come from a fork server that has imported what they need, so that eight of them cost no
 # more than one.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["spectune.optimizer.schedule", "psycopg", "pytest"])
+processes.set_forkserver_preload(["schedule_worker", "psycopg"])
 
 
 def add(database: Database, name: str = "nightly", **how: Any) -> schedules.Schedule:
     return schedules.add_schedule(database, name, "@hourly", {}, **{"now": T0, **how})
-
-
-def publish(job: Job) -> None:
-    """As a store does: under the lease, and once per key."""
-    with job.database.write() as session:
-        job.check(session)
-        values = {"key": job.idempotency_key, "owner": job.worker}
-        session.execute(
-            text("INSERT INTO published VALUES (:key, :owner) ON CONFLICT DO NOTHING"), values
-        )
-
-
-class Script:
-    """A job function in a worker process. Each step leaves a row or a file, so that the test knows
-    how far it came."""
-
-    def __init__(self, folder: Path, steps: str) -> None:
-        self.folder, self.steps = folder, steps
-
-    def __call__(self, job: Job) -> Mapping[str, Any]:
-        for step in self.steps.split():
-            if step == "run":
-                with job.database.write() as session:
-                    values = {"key": job.idempotency_key, "owner": job.worker}
-                    session.execute(text("INSERT INTO executed VALUES (:key, :owner)"), values)
-            elif step == "publish":
-                publish(job)
-            elif step == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            else:
-                while not (self.folder / step).exists():
-                    time.sleep(0.01)
-        return {"from": job.worker}
-
-
-def serve(url: str, folder: Path, owner: str, steps: str, lease_s: float) -> None:
-    """A worker process; its clock stands at the hour that is written in a file."""
-
-    def clock() -> datetime:
-        (folder / owner).touch()  # it is at work, and signals are heard
-        return T0 + int((folder / "hour").read_text() or 0) * HOUR
-
-    how: dict[str, Any] = {"owner": owner, "poll_s": 0.1, "lease_s": lease_s, "clock": clock}
-    with open_database(url) as database:
-        run_worker(database, Script(folder, steps), **how)
 
 
 class Crew:
