@@ -342,9 +342,9 @@ def replayable(store: TraceStore, pair: LoadedPair, recording: str) -> ReplayTra
     drafts = store.get_recording(recording).drafts
     opened = open_trace(store, recording, drafts=drafts)
     trace, here = opened.trace, (store, pair, recording)
-    trace.reader = draft_reader(*here, trace.trajectories, trace.panoramas, opened.ordinals)
-    trace.on_demand = ShortlistedDrafts(*here, opened.ordinals, fitted(store, pair.id), few=0)
-    return trace
+    reader = draft_reader(*here, trace.trajectories, trace.panoramas, opened.ordinals)
+    drafts = ShortlistedDrafts(*here, opened.ordinals, fitted(store, pair.id), few=0)
+    return trace.reading(reader, drafts)
 
 
 @dataclass(frozen=True)

@@ -580,8 +580,7 @@ def joint(quick: bool) -> list[Document]:
         chosen = study.best()
         assert chosen is not None
         rivals = [t.policy for t in study.trials[:20]] + random_policies(space, 100)
-        unseen = h.trace.select(h.test)
-        unseen.reader = None
+        unseen = h.trace.select(h.test).reading(None, h.trace.on_demand)
         seconds = [
             run_replay(unseen, p, profile, artifacts=h.find, approximate=True).seconds
             for p in (chosen.policy, *rivals)

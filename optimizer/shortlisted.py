@@ -156,6 +156,6 @@ class ShortlistedDrafts:
             rule = compile_shortlist(policy, self.artifacts)
             assert rule is not None
             of_part = part.trajectories, part.panoramas, ordinals
-            part.reader = draft_reader(*here, *of_part, rules={name: rule})
-            self._traces[key] = part
+            reader = draft_reader(*here, *of_part, rules={name: rule})
+            self._traces[key] = part.reading(reader)
         return run_replay(self._traces[key], policy, profile, **{**options, "approximate": False})

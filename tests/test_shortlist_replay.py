@@ -119,8 +119,7 @@ def opened_for(store: TraceStore, pair: LoadedPair, recording: str, policy: Poli
     """A trace that records the policy's shortlist, of every request."""
     found = open_trace(store, recording, [policy])
     here = store, pair, recording, found.ordinals, fitted(store, pair.id)
-    found.trace.on_demand = ShortlistedDrafts(*here, few=0)
-    return found.trace
+    return found.trace.reading(None, ShortlistedDrafts(*here, few=0))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -191,7 +190,8 @@ def test_a_shortlist_is_recorded_on_a_few_requests_first(
     recording, find = recordings[1], fitted(store, pair.id)
     vocab = pair.target.vocab_size
     trace = open_trace(store, recording, [Policy(draft="near")]).trace
-    trace.on_demand = ShortlistedDrafts(store, pair, recording, range(3), find, few=1, most=2)
+    drafts = ShortlistedDrafts(store, pair, recording, range(3), find, few=1, most=2)
+    trace = trace.reading(None, drafts)
     cheap = with_heads(flat_profile("p", DRAFTS), DRAFTS, vocab)
     sizes = (1, vocab)
     dear = with_terms(cheap, {"head/near": over_rows(sizes, (1e-2, 1e-3))})

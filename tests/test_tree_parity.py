@@ -127,8 +127,7 @@ def readable(
         held = trace.panoramas[name]
         return {i: extend_panorama(pair, texts[i], held[i], *nodes[i]) for i in nodes}
 
-    trace.reader = read
-    return trace
+    return trace.reading(read)
 
 
 def replayed_exactly(

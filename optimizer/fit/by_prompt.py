@@ -85,7 +85,7 @@ def fit_recorded(
     opened = open_trace(store, info.id, replayed)
     trace, parts = opened.trace, recorded_parts(store, info.id, opened.ordinals)
     here = store, pair, info.id, opened.ordinals, fitted(store, pair.id)
-    trace.on_demand = ShortlistedDrafts(*here, few=0)
+    trace = trace.reading(None, ShortlistedDrafts(*here, few=0))
     if not candidates:
         longest = min((p.gamma_max for d in drafts for p in trace.panoramas[d]), default=1)
         space, seen = Space(tuple(drafts), longest), trace.select(parts.search)

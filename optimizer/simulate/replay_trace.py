@@ -181,6 +181,16 @@ class ReplayTrace:
         part.order = np.array(list(requests), dtype=np.int64)
         return part
 
+    def reading(
+        self, reader: Reader | None, on_demand: Callable[..., Replay] | None = None
+    ) -> ReplayTrace:
+        """The same trace, whose replays call ``reader`` for distributions that they lack (None:
+        such a replay is refused), and ``on_demand`` where a shortlist was not recorded. Both may
+        write to a database. Arrays and tables are shared."""
+        part = self.select(self.order)
+        part.reader, part.on_demand = reader, on_demand
+        return part
+
     def drawn(self, seed: int) -> ReplayTrace:
         """The same trace with other draws of the rejection verifier. Arrays and tables are
         shared."""

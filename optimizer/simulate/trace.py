@@ -183,13 +183,14 @@ def simulate(
     opened = open_trace(store, recording, [policy], since=since, tell=tell)
     trace, info = opened.trace, opened.info
     if since is None and not engine_named(info.engine).prefill_emits:
-        trace.reader = _reader(store, opened)
+        on_demand = None
         if any(candidate.shortlisted for candidate in policy.candidates):
             # Most replays record nothing: these load no model library.
             from spectune.optimizer.shortlisted import ShortlistedDrafts
 
             here = store, partial(_load_pair, store, info), info.id, opened.ordinals
-            trace.on_demand = ShortlistedDrafts(*here, fitted(store, info.pair_id), few=0)
+            on_demand = ShortlistedDrafts(*here, fitted(store, info.pair_id), few=0)
+        trace = trace.reading(_reader(store, opened), on_demand)
     if limit:
         trace = trace.select(range(min(limit, len(trace.trajectories))))
     find = fitted(store, info.pair_id)

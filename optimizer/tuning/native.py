@@ -248,16 +248,17 @@ class PairRecording:
         record_panoramas(self.store, self.pair, self.id, spec, **how)
 
     def open(self, drafts: Collection[str], ordinals: Collection[int] | None = None) -> Opened:
-        """A trace, of some requests or all, which reads from the pair what replays lack."""
+        """A trace, of some requests or all, which reads from the pair what replays lack, and stores
+        it."""
         opened = open_trace(self.store, self.id, drafts=drafts, ordinals=ordinals)
         trace, here = opened.trace, (self.store, self.pair, self.id)
-        trace.reader = draft_reader(
+        reader = draft_reader(
             *here, trace.trajectories, trace.panoramas, opened.ordinals, self.progress
         )
-        trace.on_demand = ShortlistedDrafts(
+        on_demand = ShortlistedDrafts(
             *here, opened.ordinals, fitted(self.store, self.pair.id), progress=self.progress
         )
-        return opened
+        return opened._replace(trace=trace.reading(reader, on_demand))
 
     def tell_hardly_accepted(self, drafts: Iterable[str]) -> None:
         """Warns of drafts that are next to never right on the recorded texts."""
