@@ -652,7 +652,7 @@ class Engines(OnPair):
 
     It drafts --gamma tokens until a policy is published in its deployment, and what that says from
     the next step on. A --gamma-max above --gamma needs a schedule by batch size, with which vLLM
-    captures other CUDA graphs from its start on (docs/engines.md)."""
+    captures other CUDA graphs from its start on (docs/vllm.md)."""
 
     example = "engines vllm --pair pair.json --draft small --gamma 3"
 
@@ -825,7 +825,7 @@ class Tune(InPlace, OnWorkload):
     simulation, executes the best beside plain baselines on requests the search has not seen, and
     publishes the winner if it beats the incumbent beyond noise on others that were held out for
     this. With --arrivals, for an engine that serves many requests at once; with --url, on a vLLM
-    server that runs (docs/engines.md)."""
+    server that runs (docs/vllm.md)."""
 
     example = "tune --pair pair.json --workload chats.jsonl --temperature 0.7 --budget 10m"
 

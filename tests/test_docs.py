@@ -169,12 +169,16 @@ def commands(page: str) -> Iterator[list[str]]:
             yield words[: words.index(">")] if ">" in words else words
 
 
+def ours(page: str) -> Iterator[list[str]]:
+    """The arguments of a page's command lines of ours."""
+    for words in commands(page):
+        if words and words[0] == "spectune":
+            yield words[1:]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
-    for words in commands(page):
-        if not words or (words[0] != "cli.py" and words[:2] != ["python", "cli.py"]):
-            continue
-        arguments = words[words.index("cli.py") + 1 :]
+    for arguments in ours(page):
         parsed(arguments)
         for argument in arguments:
             if argument.startswith("{"):
@@ -182,16 +186,30 @@ def test_commands_exist(page: str) -> None:
 
 
 def test_other_lines_of_the_readme_can_be_typed() -> None:
-    """Targets of the Makefile, the installed program, and pip with a path."""
+    """Targets of the Makefile, pip with a path, the image, and completion in a shell."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     for words in commands("README.md"):
-        if words[0] == "make":
+        if words and words[0] == "make":
             assert words[1] in targets
-        elif words[0] == "spectune":
-            assert CliRunner().invoke(main, [*words[1:3], "--help"]).exit_code == 0
         elif words:
-            assert words[:2] == ["pip", "install"] or "cli.py" in words
+            assert words[0] in ("spectune", "docker", "eval") or words[:2] == ["pip", "install"]
+
+
+def test_schedules_on_the_pages_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `schedule add` of the pages is stored, with no option that does not act."""
+    make_pair(tmp_path)
+    spec = {"name": "mine", "target": "target", "drafts": {"small": "near", "medium": "far"}}
+    (tmp_path / "pair.json").write_text(json.dumps(spec))
+    write_lines(tmp_path / "chats.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    monkeypatch.chdir(tmp_path)
+    added = [words for page in PAGES for words in ours(page) if "add" in words]
+    assert len(added) >= 4
+    for n, words in enumerate(added):
+        words = [f"{word}{n}" if words[i - 1] == "add" else word for i, word in enumerate(words)]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, (words, done.output)
+        assert "no effect" not in done.output, (words, done.output)
 
 
 # ---------------------------------------------------------------------------- Python, links, places
@@ -309,8 +327,7 @@ def test_the_page_of_traces_is_run_line_by_line(
     monkeypatch.chdir(tmp_path)
     with open_database("spectune.db") as database:
         example(database)
-    asked = [words[words.index("cli.py") + 1 :] for words in commands(TRACES)]
-    for words in asked:
+    for words in ours(TRACES):
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, (words, done.output)
         assert done.stdout

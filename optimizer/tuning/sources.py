@@ -44,7 +44,7 @@ def recording_named(
         if engine is not None:
             of = "" if pair is None else f" of pair {pair.id} ({pair.name})"
             raise TraceError(
-                f"--engine {engine}: nothing{of} that it served was recorded yet; docs/engines.md "
+                f"--engine {engine}: nothing{of} that it served was recorded yet; docs/vllm.md "
                 "says how"
             )
         assert pair is not None
