@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from labels import short
+
 Cell = dict[str, Any]
 COLOURS = {
     "nothing": "#d9d9d9", "chain": "#9ecae1", "window": "#6baed6", "shortlist": "#bcbddc",
@@ -136,8 +138,8 @@ def page(figures: dict[str, Any]) -> list[str]:
 
 
 def tables(figures: dict[str, Any]) -> list[str]:
-    """What docs/results.md shows of the map: known hardware, and executed policies."""
-    return ["## What pays where", "", *_hardware(figures), *_executed(figures)]
+    """What docs/hardware.md shows of the map: known hardware, and executed policies."""
+    return [*_hardware(figures), *_executed(figures)]
 
 
 def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:
@@ -148,7 +150,7 @@ def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:
     return (
         f"Two papers together beat the best of one beyond noise in {len(together)} of {tried} "
         f"cells (uncorrected: were all alike, chance would give about {tried / 40:.0f}); the "
-        f"surest: {best[0]}, {ratio(best[1:])} times as fast."
+        f"surest: `{short(best[0])}`, {ratio(best[1:])} times as fast."
     )
 
 
@@ -174,13 +176,13 @@ def _executed(figures: dict[str, Any]) -> list[str]:
     """Executed policies beside what the map says of them."""
     rows = figures.get("executed", {}).get("rows", ())
     shown = [
-        (r["cell"], f"`{r['policy']}`", ratio(r["predicted"]), f"{r['executed']:.2f}",
+        (r["cell"], f"`{short(r['policy'])}`", ratio(r["predicted"]), f"{r['executed']:.2f}",
          "met" if r["inside"] else "**not met**")
         for r in rows
     ]  # fmt: skip
     inside = sum(r["inside"] for r in rows)
-    about = f"Executed, times as fast as no speculation: {inside} of {len(rows)} inside."
-    names = ("cell", "policy", "predicted", "executed", "inside")
+    about = f"Executed, times as fast as no speculation; {inside} of {len(rows)} lie inside:"
+    names = ("cell", "policy", "predicted", "executed", "verdict")
     return [about, "", *_table(names, shown)] if rows else []
 
 

@@ -1,8 +1,10 @@
-"""Writes docs/results.md and README's results from bench/results: `python bench/report.py`."""
+"""Writes docs/results.md, docs/hardware.md, docs/papers and README's results from bench/results:
+`python bench/report.py`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -10,7 +12,9 @@ from typing import Any
 
 import map_page
 import numpy as np
-from claims import CLAIMS, verdict
+import paper_pages
+from claims import NOT_COMPARABLE, verdict
+from labels import short
 from verdicts import (
     MET,
     NOT_MET,
@@ -21,8 +25,6 @@ from verdicts import (
     quantile_interval,
     worst,
 )
-
-from spectune.optimizer.report.words import policy_in_words
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -48,8 +50,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
+def percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}%"
 
 
 def ratio(interval: Sequence[float | None]) -> str:
@@ -64,7 +66,23 @@ def ratio(interval: Sequence[float | None]) -> str:
 
 
 def lossless(d: Figures) -> tuple[str, str]:
-    return d["summary"], exactly(d["holds"])
+    texts, rounds = (sum(row[name] for row in d["rows"]) for name in ("texts", "rounds"))
+    differ, unlike = (
+        sum(row[name] for row in d["rows"]) for name in ("texts_differ", "rounds_differ")
+    )
+    compared = re.search(r"\d+ of \d+ greedy texts", d["summary"])
+    figure = f"{differ} of {texts} texts, {unlike} of {rounds} rounds"
+    figure += f"; {compared[0]} beside transformers" if compared else ""
+    return figure, exactly(d["holds"])
+
+
+def rounding(d: Figures) -> tuple[str, str]:
+    said = []
+    for dtype in ("float32", "bfloat16"):
+        rows = [row for row in d["rows"] if row["dtype"] == dtype]
+        said.append(f"{dtype} {sum(r['differ'] for r in rows)} of {sum(r['texts'] for r in rows)}")
+    again = sum(row["again"] for row in d["rows"])
+    return f"{', '.join(said)}; again {again}", exactly(d["holds"])
 
 
 def fidelity(d: Figures) -> tuple[str, str]:
@@ -72,7 +90,15 @@ def fidelity(d: Figures) -> tuple[str, str]:
     errors, again = ([abs(r[key]) for r in rows] for key in ("error_after_factor", "repeat_error"))
     tables = max(t["error"] for t in d["tables"])
     near = within(errors, again, (0.03, 0.06), 0.5)
-    return d["summary"], worst((near, exactly(tables <= 0.05)))
+    made, after, repeat = (
+        " and ".join(percent(float(np.quantile(each, q))) for q in (0.5, 0.9))
+        for each in ([abs(r["error"]) for r in rows], errors, again)
+    )
+    figure = (
+        f"{after} of {len(rows)} policies (without the factor {made}; measuring again {repeat}); "
+        f"tables {percent(tables)}"
+    )
+    return figure, worst((near, exactly(tables <= 0.05)))
 
 
 def regret(d: Figures) -> tuple[str, str]:
@@ -80,68 +106,116 @@ def regret(d: Figures) -> tuple[str, str]:
     for r in d["rows"]:
         same = r["winner"] == r["best_fixed"]
         share = (r["share_of_best"], *r["share_interval"])
-        shown = f"{share[0]:.3f} (the winner is that window)" if same else ratio(share)
+        shown = f"{share[0]:.3f} (it is that window)" if same else ratio(share)
         shares.append(f"{r['workload']} {shown}")
-    summary = f"{'; '.join(shares)}; without a gain `tune` published {d['no_gain']['published']}"
-    return summary, worst(at_least(r["share_interval"], 0.98) for r in d["rows"])
+    return "; ".join(shares), worst(at_least(r["share_interval"], 0.98) for r in d["rows"])
+
+
+def false_publications(d: Figures) -> tuple[str, str]:
+    published, tunings = (sum(row[name] for row in d["nulls"]) for name in ("published", "tunings"))
+    share = published / tunings
+    width = 1.96 * (share * (1 - share) / tunings) ** 0.5
+    low, high = share - width, share + width
+    gains = [row["rate"] for row in d["power"]]
+    figure = (
+        f"{percent(share, 2)} ({percent(low, 2)} to {percent(high, 2)}) of {tunings} simulated; a "
+        f"gain of 5% in {100 * min(gains):.0f} to {100 * max(gains):.0f}%"
+    )
+    return figure, at_most((low, high), 0.01)
 
 
 def sampled(d: Figures) -> tuple[str, str]:
-    return d["summary"], NOT_SHOWN if d["holds"] else NOT_MET  # of a few requests, no interval
+    figure = d["summary"].split(" reach ")[1].split(" times")[0]
+    return f"{figure} times", NOT_SHOWN if d["holds"] else NOT_MET  # of a few requests, no interval
+
+
+def search(d: Figures) -> tuple[str, str]:
+    means = []
+    for case in d["cases"]:
+        grid, tpe = (np.array(case[name])[:, 1] for name in ("enumeration", "tpe"))
+        means.append(float(np.exp(np.log(tpe / grid).mean())))
+    tried = [np.array(case[name])[:, 2].mean() for name in ("tpe", "enumeration")
+             for case in d["cases"]]  # fmt: skip
+    half = len(tried) // 2
+    few, many = sum(tried[:half]) / half, sum(tried[half:]) / half
+    figure = f"{min(means):.3f} to {max(means):.3f}, by {few:.0f} policies for {many:.0f}"
+    return figure, NO_TARGET
+
+
+def speed(d: Figures) -> tuple[str, str]:
+    replay = d["replay"]
+    chains = replay["million_rounds_per_s"].values()
+    trees = [row["replayed_million_rounds_per_s"] for row in d["trees"]]
+    figure = (
+        f"chains {min(chains):.0f} to {max(chains):.0f}, trees {min(trees):.1f} to "
+        f"{max(trees):.1f} million rounds/s"
+    )
+    return figure, NO_TARGET
 
 
 def kills(d: Figures) -> tuple[str, str]:
-    phases, problems = len(d["kills"]), len(d["problems"])
-    return f"{d['count']} kills in {phases} phases, {problems} problems", exactly(d["holds"])
+    return f"{len(d['problems'])} problems in {d['count']} kills", exactly(d["holds"])
 
 
-FIDELITY = (
-    "after one common factor: median 3%, 90th percentile 6%, or half of what measuring again "
-    "differs by; tables of `tune` 5%"
-)
+NO_TARGET = "no target"
 CHECKS = {
-    "lossless": (
-        "texts against autoregression and transformers, rounds against replay",
-        "0 differences in float64",
-        "on a CPU; rounds of policies that the recording covers",
+    "acceptance-lossless": (
+        "texts against autoregression, rounds against replay, in float64",
+        "none differs",
+        "a CPU; rounds of policies that the recording covers",
         lossless,
     ),
-    "rounding": (
-        "texts that differ from autoregression's in float32 and bfloat16",
-        "counted; none where autoregression is executed again",
-        "on a CPU",
-        lossless,
+    "acceptance-rounding": (
+        "texts that differ in other types",
+        "counted; none of autoregression again",
+        "a CPU",
+        rounding,
     ),
-    "fidelity": (
-        "predicted against executed speed",
-        FIDELITY,
-        "two shared cores; the factor is fitted to the executions it is held against",
+    "acceptance-fidelity": (
+        "predicted against executed speed, off in the median and the 90th percentile",
+        "after one common factor 3% and 6%, or half of measuring again; tables of `tune` 5%",
+        "the factor is fitted to the same executions",
         fidelity,
     ),
-    "regret": (
-        "published winner against all fixed windows, executed",
-        "98% of the best",
-        "chains alone; a winner compared with itself shows no regret",
+    "acceptance-regret": (
+        "published winner over the best of all fixed windows, executed",
+        "0.98",
+        "chains alone",
         regret,
     ),
-    "sampled": (
-        "trees above temperature 0",
-        "more tau than any chain at temperature 1",
-        "tau, not speed",
+    "nulls": (
+        "published without a gain",
+        "1% of tunings",
+        "requests that all policies are slowed on alike",
+        false_publications,
+    ),
+    "search": (
+        "speed of what TPE chooses over enumerated grids",
+        "none",
+        "replay, three workloads, two temperatures",
+        search,
+    ),
+    "speed": ("speed of replay, one core", "none", "", speed),
+    "acceptance-sampled": (
+        "tau of trees over chains at temperature 1",
+        "more",
+        "tau, not speed; no interval",
         sampled,
     ),
-    "kills": ("kill -9 of record and tune", "0 problems", "SQLite on one disk", kills),
+    "acceptance-kills": ("`kill -9` of record and tune", "0 problems", "SQLite on one disk", kills),
 }
-"""Of each check: title, target, what it leaves out, and what gives its figure and verdict."""
+"""Of each result: what was checked, its target, what it leaves out, and what gives its figure and
+verdict."""
 
 
 def checks() -> list[str]:
     """The table of checks that were run, each with its verdict."""
-    rows = []
-    for name, (title, target, leaves_out, judge) in CHECKS.items():
-        if (RESULTS / f"acceptance-{name}.json").exists():
-            rows.append((title, target, *judge(load(f"acceptance-{name}")), leaves_out))
-    return table(("check", "target", "figure", "verdict", "what it leaves out"), rows)
+    rows = [
+        (title, target, *judge(load(name)), leaves_out)
+        for name, (title, target, leaves_out, judge) in CHECKS.items()
+        if (RESULTS / f"{name}.json").exists()
+    ]
+    return table(("check", "target", "figure", "verdict", "left out"), rows)
 
 
 def within(
@@ -154,6 +228,228 @@ def within(
         limit = max(bar, share * float(np.quantile(again, quantile)))
         verdicts.append(at_most(quantile_interval(errors, quantile), limit))
     return worst(verdicts)
+
+
+# -------------------------------------------------------------------------------------------- vLLM
+
+
+def loads() -> list[str]:
+    """vLLM under load: simulated beside executed, and the table that was found beside constants and
+    no draft."""
+    rows, d = [], load("load-vllm")
+    for name, title in (("tokens_per_s", "tokens/s"), ("tpot_s", "time per token")):
+        keys = ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
+        off, most, again, most_again = (percent(d[name][key]) for key in keys)
+        figures = (f"{off} and {most}", f"{again} and {most_again}")
+        rows.append((f"{title}, predicted", *figures, under_load(d, name)))
+    names = {"K=0": "draft loaded, 0 tokens", "off": "no draft loaded"}
+    shares = [
+        (names.get(r["constant"], r["constant"]), ratio(r["share"]), at_least(r["share"][1:], 1.0))
+        for r in d["regret"]["together"]
+    ]
+    return [
+        "## vLLM under load",
+        "",
+        f"vLLM {d['version']}, 1, 8 and 32 clients. Off in the median and the 90th percentile; the "
+        "bar is 5% and 10%, or what executing again is off by:",
+        "",
+        *table(("what", "off", "executed again", "verdict"), rows),
+        f"`{short(d['table'])}`, the table that was found: its tokens/s over those of every "
+        "constant, in turns of a second in one server, and of a server without a draft (95% "
+        "interval). The verdict is whether it is faster:",
+        "",
+        *table(("beside", "the table's tokens/s", "verdict"), shares),
+    ]
+
+
+def served() -> list[str]:
+    """What is promised of a vLLM that serves; nothing before it was measured."""
+    if not (RESULTS / "served.json").exists():
+        return []
+    parts = {name: part for name, part in load("served").items() if "summary" in part}
+    rows = []
+    for name, part in parts.items():
+        rows.append((name.replace("_", " "), served_figure(name, part), exactly(part["holds"])))
+    about = (
+        "On CPUs (`make acceptance-vllm`), under a draft model, prompt lookup, an EAGLE-3 head and "
+        "an MTP layer:"
+    )
+    return ["## vLLM", "", about, "", *table(("part", "figure", "verdict"), rows)]
+
+
+def served_figure(name: str, part: Figures) -> str:
+    """What a part of the checks of vLLM has measured."""
+    if name == "tune_url":
+        low, high = part["confirmed"]["interval"]
+        least = min(of for of in _beside_others(part["loads"], part["winner"]).values())
+        return (
+            f"`{short(part['winner'])}` {part['ratio']:.2f} ({low:.2f} to {high:.2f}) times as "
+            f"fast as what the server drafted, in {part['seconds']:.0f} s; {least:.2f} times the "
+            "fastest constant that it executed"
+        )
+    figure = short(str(part["summary"]))
+    if name == "rounds":
+        errors = [
+            abs(row["predicted"]["tau"] / row["executed"]["tau"] - 1)
+            for of_draft in part["drafters"].values()
+            for row in of_draft["sampled"]["tau"]
+        ]
+        figure += f"; tau at temperature 0.8 at most {percent(max(errors))} off"
+    return figure
+
+
+def _beside_others(executed: Sequence[Figures], winner: str) -> dict[str, float]:
+    """Tokens/s of a tuning's winner over those of each of the others that it executed, in the
+    geometric mean of the loads."""
+    speeds = {
+        policy["label"]: [load["measured"]["tokens_per_s"] for load in policy["loads"]]
+        for policy in executed
+    }
+    ours = np.log(speeds.pop(winner))
+    return {name: float(np.exp((ours - np.log(of)).mean())) for name, of in speeds.items()}
+
+
+def under_load(d: Figures, name: str) -> str:
+    """Whether what was predicted under load is within 5% and 10%, or what executing again differs
+    by."""
+    errors, again = [], []
+    for row in d["rows"]:
+        each = row[name]
+        errors.append(abs(row[f"predicted_{name}"] / median(each) - 1))
+        if len(each) > 1:
+            again += [abs(x / median([*each[:i], *each[i + 1 :]]) - 1) for i, x in enumerate(each)]
+    return within(errors, again, (0.05, 0.10))
+
+
+# --------------------------------------------------------------------------------------------- GPU
+
+
+def newest_gpu() -> list[Figures]:
+    """What every GPU has measured, the newest tuning first."""
+    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
+    return sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
+
+
+def gpus() -> list[str]:
+    """What GPUs have measured, side by side, the newest first, each figure with its verdict."""
+    every = newest_gpu()
+    names = ("what", *(parts["tune"]["on"] for parts in every), "verdict")
+    columns = [gpu_figures(parts) for parts in every]
+    rows = []
+    for what in columns[0]:
+        cells = [column.get(what, ("", "")) for column in columns]
+        judged = dict.fromkeys(verdict for _, verdict in cells if verdict)
+        rows.append((what, *(figure for figure, _ in cells), ", ".join(judged)))
+    models = every[0]["tune"]["models"]
+    about = (
+        f"A pair ballasted to {models}: the texts and acceptance of the demo pair at the cost of "
+        "large models, one request at a time (`python bench/run.py gpu`). The verdict of the "
+        "speed-up is whether its interval lies above 1."
+    )
+    return ["## A GPU", "", about, "", *table(names, rows), *_heads(every)]
+
+
+def _heads(every: Iterable[Figures]) -> list[str]:
+    """How far predictions of heads were off where their profile was not as it should be."""
+    lines = []
+    for run in (parts["tune"] for parts in every):
+        if "heads_profiled" in run:
+            rows = [row for row in run["rows"] if str(row["label"]).startswith("head ")]
+            slow = [1 - r["predicted_tokens_per_s"] / r["measured_tokens_per_s"] for r in rows]
+            lines += [
+                f"On the {run['on']} heads were profiled {run['heads_profiled']}, and so predicted "
+                f"{percent(min(slow))} to {percent(max(slow))} too slow.",
+                "",
+            ]
+    return lines
+
+
+def gpu_figures(parts: Figures) -> dict[str, tuple[str, str]]:
+    """Figures and verdicts of a GPU, by what they are of."""
+    speeds = {r["what"].split(", ")[-1]: r["tokens/s"] for r in parts["generate"]["rows"]}
+    best = max(parts["rounds"]["rows"], key=lambda row: float(row["tokens/s"]))
+    run = parts["tune"]
+    tuned, confirmed = run["tuned"], run["tuned"]["confirmed"]
+    low, high = confirmed["interval"]
+    level = f"{100 * confirmed['level']:.0f}%"
+    figures = {
+        "measured": (f"{run['measured']}, code of {run['code']}", ""),
+        "autoregression, tokens/s": (f"{speeds['ours']:.0f}", ""),
+        "transformers, compiled": (f"{speeds['compiled']:.0f}", ""),
+        "transformers, assisted": (f"{speeds['assisted by the draft']:.0f}", ""),
+        "fastest of those set by hand": (f"`{short(best['policy'])}` {best['tokens/s']:.0f}", ""),
+        "published by `tune`": (f"`{short(tuned['winner']['label'])}`", ""),
+        f"times autoregression ({level} interval)": (
+            f"{confirmed['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            at_least((low, high), 1.0),
+        ),
+        "requests held out": (str(confirmed["requests"]), ""),
+        "found in": (f"{run['wall_s']:.0f} s", ""),
+        "predicted speeds, off in the median": (prediction_figure(run), ""),
+    }
+    for row in parts.get("texts", {"rows": ()})["rows"]:
+        exact = exactly(row["differ"] == 0) if row["dtype"] == "float64" else ""
+        figures[f"texts that differ, {row['dtype']}"] = (
+            f"{row['differ']} of {row['texts']}",
+            exact,
+        )
+    return figures
+
+
+def prediction_figure(run: Figures) -> str:
+    """How far a tuning's predictions were off, after its factor where that helps, and what the
+    profile of heads did to theirs."""
+    prediction = run["tuned"]["prediction"]
+    off, nearer = prediction["median_error"], prediction["median_error_after_factor"]
+    said = percent(off)
+    if nearer is not None and nearer < off:
+        said += f", after one factor {percent(nearer)}"
+    return f"{said} ({prediction['policies']} policies)"
+
+
+# ------------------------------------------------------------------------------------------- pages
+
+
+def papers_figures() -> tuple[Figures, Figures]:
+    """The parts of results on papers, and how each was made."""
+    figures = load("papers")
+    return figures, figures.pop("made")
+
+
+def results() -> str:
+    """docs/results.md."""
+    about = (
+        "Written by `python bench/report.py` from `bench/results/`, which has all figures (`make "
+        "acceptance`). Unless it says otherwise: two CPU cores shared with others, float32, the "
+        "demo pair (7 M target, 1.9 M and 0.6 M drafts, an EAGLE-3 head), one request at a time. A "
+        "target is met by the unfavourable end of an interval alone. Policies are in short form: "
+        "`ngram K=7` drafts 7 tokens, `head tree 8x4 N=60` trees 8 wide and 4 deep of which 60 "
+        "nodes are verified."
+    )
+    figures, _ = papers_figures()
+    rows = [row for part in figures.values() for row in part["rows"]]
+    held = sum(verdict(row) != NOT_COMPARABLE for row in rows)
+    of_papers = (
+        f"The {held} verdicts are not corrected for their number: if every truth lay just at its "
+        f"bar, chance would make about {held / 40:.0f} met and as many not met."
+    )
+    columns = ("paper", MET, NOT_SHOWN, "not met")
+    lines = ["# Results", "", about, "", "## What was checked", "", *checks(), *gpus()]
+    lines += [*served(), *loads(), "## The papers", "", of_papers, ""]
+    lines += table(columns, paper_pages.summary(figures))
+    lines += [
+        "What pays on known hardware, and what of that was executed: [hardware](hardware.md).",
+        "",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def paper_page(name: str) -> str:
+    """docs/papers/NAME.md."""
+    figures, made = papers_figures()
+    more = {"on_the_fly": closed_forms, "verifier": temperatures}
+    lines = more[name]() if name in more else []
+    return "\n".join([paper_pages.page(figures, made, name), *lines]).rstrip() + "\n"
 
 
 def closed_forms() -> list[str]:
@@ -187,173 +483,6 @@ def closed_forms() -> list[str]:
     return ["## Closed forms beside replay", "", about, "", *table(columns, rows)]
 
 
-# ------------------------------------------------------------------------------------- other parts
-
-
-def nulls() -> list[str]:
-    """False publications and power of `tune`'s race and confirmation, simulated with the code that
-    ships."""
-    figures, rows = load("nulls"), []
-    for null, gain in zip(figures["nulls"], figures["power"], strict=True):
-        published = f"{null['published']} of {null['tunings']}"
-        rows.append((null["candidates"], null["requests"], published, f"{100 * gain['rate']:.0f}%"))
-    names = ("published without a gain", "published at a true gain of 5%")
-    tails = [
-        (
-            f"{100 * row['tail']:.0f}%",
-            row["requests"],
-            f"{row['published']} of {row['tunings']}",
-            row["slower_held_out"],
-            row["slower_unseen"],
-        )
-        for row in figures["tails"]
-    ]
-    of_tails = (
-        "Some requests cost all candidates 1.5 to 3 times what is predicted, the others so much "
-        "less that a policy is about as fast as the incumbent in sum. Published, and of these "
-        "slower in sum on the requests held out, or on all where none that was held out is slowed:"
-    )
-    heads = ("requests slowed", "requests", "published", "slower on those held out", "unseen")
-    executed = (
-        f"Executed, six names of one behaviour: {figures['real']['published']} of "
-        f"{figures['real']['tunings']} published."
-    )
-    lines = table(("candidates", "requests", *names), rows)
-    lines += [of_tails, "", *table(heads, tails)]
-    return ["## What is published without a gain", "", *lines, executed, ""]
-
-
-def speeds() -> list[str]:
-    """Replay: measured, without a target of its own."""
-    figures = load("speed")
-    replay, trees = figures["replay"], figures["trees"]
-    chains = replay["million_rounds_per_s"].values()
-    rounds = [r["replayed_million_rounds_per_s"] for r in trees]
-    grown = [n / 1000 for r in trees for n in r["tabulated_trees_per_s"].values()]
-    rows = {
-        "replay of chains, million rounds/s": f"{min(chains):.0f} to {max(chains):.0f} by window",
-        "replay of trees, million rounds/s": f"{min(rounds):.1f} to {max(rounds):.1f}",
-        "tabulating trees, thousand/s": f"{min(grown):.0f} to {max(grown):.0f}",
-        f"{replay['trials']} trials over {replay['tokens']} tokens": f"{replay['trials_s']:.0f} s",
-    }
-    return ["## Speed of the tool, one core", "", *table(("what", "figure"), rows.items())]
-
-
-def searches() -> list[str]:
-    """What the search chooses against enumerating grids before TPE, by replay."""
-    figures, rows = load("search"), []
-    for case in figures["cases"]:
-        grid, tpe = (np.array(case[name]) for name in ("enumeration", "tpe"))
-        shares = tpe[:, 1] / grid[:, 1]
-        seeds = ", ".join(f"{share:.3f}" for share in shares)
-        policies = [int(np.median(tried[:, 2])) for tried in (grid, tpe)]
-        workload = f"{case['workload']}, temperature {case['temperature']:g}"
-        mean = np.exp(np.log(shares).mean())
-        rows.append((workload, f"{mean:.3f}", seeds, *policies))
-    about = (
-        f"{figures['trials']} trials of TPE after a screen, against as many after grids and seeded "
-        "with the best of these: speed of what each chooses, replayed on requests that it has not "
-        "seen. Policies within 1% on the requests seen count as equal, and the simplest is chosen, "
-        "so a single seed says less than 1%."
-    )
-    names = ("TPE over enumeration, mean", "seeds", "policies tried: enumeration", "TPE")
-    return ["## Search", "", about, "", *table(("workload", *names), rows)]
-
-
-def loads() -> list[str]:
-    """vLLM under load: simulated beside executed, and the table that was found beside constants and
-    no draft."""
-    columns = ("predicted", "off, median", "90th percentile", "executed again", "90th percentile")
-    rows, d = [], load("load-vllm")
-    for name, title in (("tokens_per_s", "tokens/s"), ("tpot_s", "time per output token")):
-        keys = ("median_error", "p90_error", "median_repeat_error", "p90_repeat_error")
-        errors = (percent(d[name][key]) for key in keys)
-        rows.append((f"vllm {d['version']}, {title}", *errors, under_load(d, name)))
-    lines = ["## Under load", "", *table((*columns, "5% and 10%, or again"), rows)]
-    lines += [
-        f"vLLM's table {d['table']}, executed, tokens/s as parts of those of every constant, in "
-        "turns of a second in one running server, and of a server without a draft, over 1, 8 and "
-        "32 clients (95% intervals):",
-        "",
-    ]
-    names = {"K=0": "draft loaded, 0 tokens", "off": "no draft loaded"}
-    shares = [(r["constant"], r["share"]) for r in d["regret"]["together"]]
-    return lines + table(
-        ("beside", "the table's tokens/s"),
-        [(names.get(name, name), ratio(share)) for name, share in shares],
-    )
-
-
-def served() -> list[str]:
-    """What is promised of a vLLM that serves; nothing before it was measured."""
-    if not (RESULTS / "served.json").exists():
-        return []
-    parts = {name: part for name, part in load("served").items() if "summary" in part}
-    rows = []
-    for name, part in parts.items():
-        beside = _beside_others(part["loads"], part["winner"]) if name == "tune_url" else ""
-        rows.append((name, part["summary"] + beside, exactly(part["holds"])))
-    title = "## A vLLM that serves (`make acceptance-vllm`)"
-    return [title, "", *table(("part", "measured", "verdict"), rows)]
-
-
-def _beside_others(executed: Sequence[Figures], winner: str) -> str:
-    """Tokens/s of a tuning's winner over those of the others that it executed, in the geometric
-    mean of the loads."""
-    speeds = {
-        policy["label"]: [load["measured"]["tokens_per_s"] for load in policy["loads"]]
-        for policy in executed
-    }
-    ours = np.log(speeds.pop(winner))
-    shares = (f"{name} {np.exp((ours - np.log(of)).mean()):.2f}" for name, of in speeds.items())
-    return f"; its tokens/s in the race over those of: {', '.join(shares)}"
-
-
-def under_load(d: Figures, name: str) -> str:
-    """Whether what was predicted under load is within 5% and 10%, or what executing again differs
-    by."""
-    errors, again = [], []
-    for row in d["rows"]:
-        each = row[name]
-        errors.append(abs(row[f"predicted_{name}"] / median(each) - 1))
-        if len(each) > 1:
-            again += [abs(x / median([*each[:i], *each[i + 1 :]]) - 1) for i, x in enumerate(each)]
-    return within(errors, again, (0.05, 0.10))
-
-
-def served_rounds() -> list[str]:
-    """Rounds of a vLLM server beside what one recording of its draft predicts."""
-    if not (RESULTS / "served.json").exists() or "rounds" not in load("served"):
-        return []
-    figures, rows, taus = load("served")["rounds"], [], []
-    for method, d in figures["drafters"].items():
-        positions, sampled = d["positions"], d["sampled"]
-        shown = (positions["zero"], positions["forced"], d["proposals_differ"])
-        first, differ = f"{d['first_position']:.2f}", f"{d['rounds']}, {d['differ']}"
-        rows.append((method, *shown, first, differ, f"{sampled['rounds']}, {sampled['differ']}"))
-        for row in sampled["tau"]:
-            lengths = [
-                f"{row[by]['tau']:.3f} ({percent(row[by]['half_width'])})"
-                for by in ("predicted", "executed")
-            ]
-            error = row["predicted"]["tau"] / row["executed"]["tau"] - 1
-            taus.append((method, row["gamma"], *lengths, f"{100 * error:+.1f}%"))
-    about = (
-        "Greedy texts of the demo target, served with 0 to 8 draft tokens and by two tables, one "
-        "request at a time and eight, float32 on a CPU. Each round is held against two recordings: "
-        "of a server that accepts no drafts, and of forced requests; at temperature 0.8 against "
-        'the text that was served (`make acceptance-vllm ARGS="--only rounds"`).'
-    )
-    columns = ("positions, no acceptance", "forced", "proposals that differ", "first position")
-    names = ("draft", *columns, "rounds, differ", "at 0.8: rounds, differ")
-    lines = ["## Rounds of vLLM, predicted", "", about, "", *table(names, rows)]
-    if taus:
-        names = ("draft", "tokens", "predicted (half-width)", "executed (half-width)", "error")
-        lines += ["Mean accepted lengths of other texts at temperature 0.8:", ""]
-        lines += table(names, taus)
-    return lines
-
-
 def temperatures() -> list[str]:
     """Trees and chains above temperature 0, smallest to largest over workloads."""
     groups: dict[tuple[Any, ...], list[Figures]] = {}
@@ -370,210 +499,10 @@ def temperatures() -> list[str]:
     return ["## Temperatures above 0, over three workloads", "", *table(columns, rows)]
 
 
-# ------------------------------------------------------------------------------------------ papers
-
-PAPERS = {
-    "heterospec": "HeteroSpec",
-    "c2t": "C2T",
-    "dynaspec": "DynaSpec",
-    "on_the_fly": "On-the-fly adaptation",
-    "verifier": "The verifier, and our own score",
-    "joint": "All of them together",
-}
-DRAFTS = ("small", "medium", "head")
-PAPERS_ABOUT = (
-    "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
-    "intervals (95%) are over requests and do not hold the error of costs. Costs: `cpu`, this "
-    "machine's measured profile; `h100`, measured rounds of a pair ballasted to 8B; `70b`, a 70B "
-    "target as HeteroSpec's table 6 publishes it. The verdict holds the unfavourable end of ours "
-    "against the smallest gain that the paper's table has; what is executed is held against "
-    "replay. Ratios; below 1 is a loss, of verified tokens and seconds a gain."
-)
-
-
-def papers() -> list[str]:
-    """A table for each paper: its figure, ours by draft with interval and verdict, and a cause."""
-    figures = load("papers")
-    made = figures.pop("made")
-    claims = [CLAIMS[r["claim"]] for part in figures.values() for r in part["rows"]]
-    held = sum(claim.least is not None or claim.most is not None for claim in claims)
-    many = (
-        f"The {held} verdicts are not corrected for their number: if every truth lay just at its "
-        f"bar, chance would make about {held / 40:.0f} met and as many not met."
-    )
-    lines = ["## The papers", "", PAPERS_ABOUT, "", many, ""]
-    for part, title in PAPERS.items():
-        names = [name for name in figures if name == part or name.startswith(f"{part}_")]
-        if names:
-            parts = [_made(figures[name], made[name]) for name in names]
-            rows = [r for name in names for r in figures[name]["rows"]]
-            lines += [f"### {title}", "", "; ".join(parts) + ".", "", *_paper(rows)]
-    return [*lines, _together(figures["joint"]["rows"]), ""]
-
-
-def _made(part: Figures, made: Figures) -> str:
-    """A part's command, date, code and measured costs."""
-    said = f"`python {part['command']}` ({made['measured']}, code of {made['code']}"
-    return said + (f", cpu's costs {part['costs']['cpu']})" if part["costs"] else ")")
-
-
-def _together(rows: Sequence[Figures]) -> str:
-    """Whether any combination beats the best of one mechanism."""
-    rows = [r for r in rows if r["claim"] == "together"]
-    shown = [f"{r['cell']}: {ratio(r['ours'])}" for r in rows if verdict(r) == MET]
-    wins = "; ".join(shown) or "none"
-    return (
-        f"Of {len(rows)} costs and temperatures, where mechanisms together (our coupled score is "
-        f"one) beat the best of one: {wins}."
-    )
-
-
-def _paper(rows: Sequence[Figures]) -> list[str]:
-    """The table of a paper, its rows of one claim and place side by side by draft."""
-    groups: dict[tuple[str, str, str], dict[str, Figures]] = {}
-    for r in rows:
-        draft, _, place = r["cell"].partition(", ")
-        if draft not in DRAFTS:
-            draft, place = "", r["cell"]
-        claim = CLAIMS[r["claim"]]
-        groups.setdefault((claim.title, claim.figure, place), {})[draft] = r
-    drafts = [d for d in ("", *DRAFTS) if any(d in group for group in groups.values())]
-    body = []
-    for key, group in groups.items():
-        cells = [_beside(group[d]) if d in group else "" for d in drafts]
-        body.append((*key, *cells, "; ".join(dict.fromkeys(_causes(group)))))
-    names = [d or "all drafts" for d in drafts]
-    return table(("claim", "paper", "where", *names, "cause"), body)
-
-
-def _beside(r: Figures) -> str:
-    """Ours, and its verdict."""
-    value, *ends = r["ours"]
-    if value is None:
-        return "beyond the baseline's curve"
-    shown = f"{value:.3f}"
-    shown += f" ({ends[0]:.3f} to {ends[1]:.3f})" if None not in ends else ""
-    return f"{shown}, {verdict(r)}"
-
-
-def _causes(group: dict[str, Figures]) -> Iterable[str]:
-    same = len({r["why"] for r in group.values()}) == 1
-    for draft, r in group.items():
-        if r["why"] and verdict(r) != MET:
-            yield r["why"] if same or not draft else f"{draft}: {r['why']}"
-
-
-# --------------------------------------------------------------------------------------------- GPU
-
-
-def newest_gpu() -> list[Figures]:
-    """What every GPU has measured, the newest tuning first."""
-    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
-    return sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
-
-
-def on_gpu() -> tuple[list[str], list[str]]:
-    """The newest tuning that a GPU has run, and what it leaves out; and those before it."""
-    newest, *before = newest_gpu()
-    lines = [
-        f"Before, **{parts['tune']['on']}**: {_tuned_on_gpu(parts['tune'])}." for parts in before
-    ]
-    speeds = {r["what"].split(", ")[-1]: r["tokens/s"] for r in newest["generate"]["rows"]}
-    best = max(newest["rounds"]["rows"], key=lambda row: float(row["tokens/s"]))
-    tuned = newest["tune"]["tuned"]
-    texts = tuned["texts"]
-    first = (
-        f"**{newest['tune']['on']}**, a pair ballasted to {newest['tune']['models']}: "
-        f"{_tuned_on_gpu(newest['tune'])}. Its {best['policy']} decodes "
-        f"{best['tokens/s']:.0f} tokens/s, our autoregression {speeds['ours']:.0f}, transformers "
-        f"with a static cache and compiled {speeds['compiled']:.0f}, assisted by the draft "
-        f"{speeds['assisted by the draft']:.0f}. Left out: ballast has the demo pair's texts and "
-        "acceptance at the cost of large models; one request at a time; "
-        f"{tuned['confirmed']['requests']} requests held out. Of its executed texts, in "
-        f"{texts['dtype']}, {texts['differ']} of {texts['compared']} differ from autoregression's; "
-        "in float64 none may (`python bench/run.py gpu`)"
-    )
-    return [first, ""], lines
-
-
-def _tuned_on_gpu(run: Figures) -> str:
-    """How long a tuning took, what it published, and how far its predictions were off."""
-    tuned = run["tuned"]
-    confirmed, prediction = tuned["confirmed"], tuned["prediction"]
-    low, high = confirmed["interval"]
-    off, nearer = prediction["median_error"], prediction["median_error_after_factor"]
-    told = [f"{percent(off)} off in the median as made"] * (off is not None)
-    if nearer is not None and (off is None or nearer < off):
-        told.append(f"{percent(nearer)} off after one common factor")
-    after = ", ".join(told)
-    if "heads_profiled" in run:
-        rows = [row for row in run["rows"] if str(row["label"]).startswith("head ")]
-        slow = [1 - row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] for row in rows]
-        after += (
-            f"; those of the head were profiled {run['heads_profiled']}, and so predicted "
-            f"{percent(min(slow))} to {percent(max(slow))} too slow"
-        )
-    winner = policy_in_words(tuned["winner"]["policy"])
-    return (
-        f"`tune` took {run['wall_s']:.0f} s and published {winner}, "
-        f"**{confirmed['ratio']:.2f} times autoregression** "
-        f"({100 * confirmed['level']:.0f}% interval {low:.2f} to "
-        f"{high:.2f}); its {prediction['policies']} executed policies were predicted {after}"
-    )
-
-
-def rows_table(figures: Figures) -> list[str]:
-    """Lines of a part of :mod:`gpu`: its rows, and what it says beside them."""
-    beside, rows = [], figures["rows"]
-    for name, value in figures.items():
-        if isinstance(value, float):
-            beside.append(f"{name.replace('_', ' ')} {value:.4g}")
-        elif name in ("publication", "cache"):
-            beside += [f"{key} {each:.4g}" for key, each in value.items()]
-    lines = table(list(rows[0]), [[_cell(x) for x in row.values()] for row in rows])
-    return [figures["about"], "", *lines, *(["; ".join(beside), ""] if beside else [])]
-
-
-def _cell(value: object) -> object:
-    """Nothing where a figure is missing."""
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value
-
-
-def gpu_parts() -> list[str]:
-    """What parts of :mod:`gpu` have measured, by GPU."""
-    lines = []
-    for file in sorted(RESULTS.glob("gpu-*.json")):
-        for name, part in load(file.stem).items():
-            about = f"{part['on']}, {part['measured']}, torch {part['environment']['torch']}"
-            about += f"; code of {part['code']}" if "code" in part else ""
-            lines += [f"### {name} ({about})", "", *rows_table(part)]
-    return lines
-
-
-# ------------------------------------------------------------------------------------------- pages
-
-
-def results() -> str:
-    """docs/results.md."""
-    about = (
-        "Written by `python bench/report.py` from `bench/results/` (`make acceptance`). Two CPU "
-        "cores shared with others, float32, the demo pair (7 M target, 1.9 M and 0.6 M drafts, an "
-        "EAGLE-3 head), one request at a time."
-    )
-    lines = ["# Results", "", about, "", *checks(), *closed_forms()]
-    newest, before = on_gpu()
-    lines += [
-        *map_page.tables(load("map")),
-        *papers(),
-        "## On a GPU",
-        "",
-        *newest,
-        *before,
-        "",
-        *gpu_parts(),
-    ]
-    lines += [*served(), *served_rounds(), *loads(), *nulls(), *searches(), *speeds()]
-    lines += temperatures()
+def hardware() -> str:
+    """docs/hardware.md."""
+    about = "What [the map](map.md) says of known hardware, one request at a time; generated."
+    lines = ["# What pays on known hardware", "", about, "", *map_page.tables(load("map"))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -588,37 +517,62 @@ def headline() -> str:
     )
 
 
+def on_gpu() -> str:
+    """The newest tuning that a GPU has run, and what it leaves out."""
+    newest = newest_gpu()[0]
+    run, speeds = newest["tune"], {r["what"]: r["tokens/s"] for r in newest["generate"]["rows"]}
+    tuned, texts = run["tuned"], run["tuned"]["texts"]
+    confirmed, (low, high) = tuned["confirmed"], tuned["confirmed"]["interval"]
+    compiled = speeds["transformers, static cache, compiled"]
+    return (
+        f"**{run['on']}**, a pair ballasted to {run['models']}: `tune` published "
+        f"`{short(tuned['winner']['label'])}`, **{confirmed['ratio']:.2f} times autoregression** "
+        f"({100 * confirmed['level']:.0f}% interval {low:.2f} to {high:.2f}, "
+        f"{confirmed['requests']} requests held out). Autoregression is ours, "
+        f"{speeds['autoregression, ours']:.0f} tokens/s; transformers, compiled, has "
+        f"{compiled:.0f}. Left out: texts and acceptance are the demo pair's; one request at a "
+        f"time; in {texts['dtype']} {texts['differ']} of {texts['compared']} texts differ from "
+        "autoregression's, in float64 none may"
+    )
+
+
 def highlights() -> str:
     """README's results: speed on a GPU and per workload, and what makes them worth believing."""
-    rows = []
-    for r in load("acceptance-regret")["rows"]:
+    rows, regret = [], load("acceptance-regret")
+    for r in regret["rows"]:
         plain, best = (f"{r['tokens_per_s'][name]:.0f}" for name in ("autoregressive", r["winner"]))
         speedup = "{:.2f} ({:.2f} to {:.2f})".format(*r["speedup"])
-        rows.append((r["workload"], plain, f"{r['winner']}: {best}", speedup))
-    speeds = "speed-up (95% interval)"
-    names = ("workload", "autoregressive, tokens/s", "published policy, tokens/s", speeds)
-    exact, predicted = (load(f"acceptance-{name}") for name in ("lossless", "fidelity"))
+        rows.append((r["workload"], plain, f"`{short(r['winner'])}` {best}", speedup))
+    names = ("workload", "autoregressive, tokens/s", "published", "speed-up (95% interval)")
     low, high = coupled_costs_chains()
     vllm = load("load-vllm")
     shares = {r["constant"]: r["share"] for r in vllm["regret"]["together"]}
     off, constants = ratio(shares.pop("off")), [share[0] for share in shares.values()]
-    errors = vllm["tokens_per_s"]
-    regret = load("acceptance-regret")
-    cpu = f"Two shared CPU cores, the demo pair ({regret['measured']}, code of {regret['code']}):"
-    lines = [*on_gpu()[0], cpu, "", *table(names, rows)]
+    errors, rounds = vllm["tokens_per_s"], load("served")["rounds"]
+    lines = [
+        on_gpu(),
+        "",
+        f"Two shared CPU cores, the demo pair ({regret['measured']}, code of {regret['code']}):",
+        "",
+        *table(names, rows),
+    ]
+    for name, (figure, judged) in {
+        "texts and rounds that differ in float64": lossless(load("acceptance-lossless")),
+        "predicted speeds, off in the median and the 90th percentile": fidelity(
+            load("acceptance-fidelity")
+        ),
+    }.items():
+        lines.append(f"- {name}: {figure.split('; tables')[0]} ({judged})")
     lines += [
-        f"- texts and rounds: {exact['summary'].split(' (')[0]} in float64 ({lossless(exact)[1]})",
-        f"- predicted against executed speed: {predicted['summary'].split(', Kendall')[0]} "
-        f"({fidelity(predicted)[1]})",
-        f"- at temperature 1 the default verifier, `coupled`, costs a chain {low} to {high}% of "
-        f"its speed against `sampling.verifier=rejection` ({NOT_SHOWN}: no interval); trees and "
-        "heads need `coupled`",
+        f"- rounds of other policies in vLLM, foretold from one recording: {rounds['differ']} of "
+        f"{rounds['rounds']} differ ({exactly(rounds['holds'])})",
         "- vLLM under load, 1 to 32 clients: tokens/s predicted "
-        f"{percent(errors['median_error'])} off in the median (executing again: "
+        f"{percent(errors['median_error'])} off (executing again: "
         f"{percent(errors['median_repeat_error'])}). The table that was found reaches **{off} of "
-        "the tokens/s of a server without a draft**: not to speculate was faster there. It is "
-        f"{min(constants):.2f} to {max(constants):.2f} times constant numbers of tokens with the "
-        "draft loaded",
+        "the tokens/s of a server without a draft**: not to speculate was faster there; it is "
+        f"{min(constants):.2f} to {max(constants):.2f} times constants with the draft loaded",
+        f"- at temperature 1 the default verifier, `coupled`, costs a chain {low} to {high}% of "
+        f"its speed against `rejection` ({NOT_SHOWN}: no interval); trees and heads need it",
     ]
     return "\n".join(lines)
 
@@ -635,12 +589,18 @@ def coupled_costs_chains() -> tuple[int, int]:
     return min(costs), max(costs)
 
 
+def pages() -> dict[str, str]:
+    """Every page that is generated whole, by its path."""
+    whole = {"docs/results.md": results(), "docs/hardware.md": hardware()}
+    whole |= {f"docs/papers/{name}.md": paper_page(name) for name in paper_pages.PAPERS}
+    return whole | {"docs/map.svg": map_page.figure(load("map"))}
+
+
 def main() -> None:
-    (ROOT / "docs" / "results.md").write_text(results())
-    figures = load("map")
-    (ROOT / "docs" / "map.svg").write_text(map_page.figure(figures))
+    for page, text in pages().items():
+        (ROOT / page).write_text(text)
     for page, name, lines in (
-        ("docs/map.md", "map", map_page.page(figures)),
+        ("docs/map.md", "map", map_page.page(load("map"))),
         ("README.md", "headline", [headline()]),
         ("README.md", "results", [highlights()]),
     ):

@@ -44,7 +44,10 @@ from spectune.traces.workloads import WorkloadRow, make_workload
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
 PAGES = {
     name: (ROOT / name).read_text(encoding="utf-8")
-    for name in (*TOP, *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))))
+    for name in (
+        *TOP,
+        *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("**/*.md"))),
+    )
 }
 POLICIES = "docs/policies.md"
 TRACES = "docs/traces.md"
@@ -280,8 +283,10 @@ def test_nothing_tells_to_install_what_no_index_has() -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
-    assert {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+    listed = set(re.findall(r"\]\(([\w/]+\.md)\)", PAGES["docs/README.md"]))
+    listed |= set(re.findall(r"\]\(([\w/]+\.md)\)", PAGES["docs/results.md"]))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert pages - {"README.md"} <= listed
 
 
 def test_the_table_of_the_paper_names_what_there_is() -> None:

@@ -163,7 +163,8 @@ def test_every_figure_is_generated_or_linked_to_where_it_stands(bench: Any) -> N
     readme = pages["README.md"]
     for name, lines in (("headline", [report.headline()]), ("results", [report.highlights()])):
         assert report.between(readme, name, lines) == readme
-    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == report.results()
+    for page, text in report.pages().items():
+        assert (ROOT / page).read_text(encoding="utf-8") == text, page
     for page, text in pages.items():
         assert typed_figures(page, text) == [], page
 
@@ -217,12 +218,67 @@ def test_the_error_of_closed_forms_stands_beside_that_of_replay(bench: Any) -> N
     assert row.endswith("| 0.0% |")
 
 
-def test_what_parts_measured_on_a_gpu_is_shown_with_gpu_and_day(bench: Any) -> None:
+def test_what_gpus_measured_is_shown_side_by_side_with_day_and_code(bench: Any) -> None:
     report, _, _ = bench
-    shown = "\n".join(report.gpu_parts())
-    figures = report.load("gpu-nvidia-h100-80gb-hbm3")
-    for name, part in figures.items():
-        assert f"### {name} (NVIDIA H100 80GB HBM3, {part['measured']}, torch 2." in shown
-    best = max(figures["rounds"]["rows"], key=lambda row: row["tokens/s"])
-    assert f"| {best['policy']} | " in shown
-    assert f" | {best['tokens/s']:.4g} |" in shown
+    shown = "\n".join(report.gpus())
+    for name in ("h200", "h100-80gb-hbm3"):
+        figures = report.load(f"gpu-nvidia-{name}")
+        run = figures["tune"]
+        assert f" {run['on']} |" in shown
+        assert f"{run['measured']}, code of {run['code']}" in shown
+        assert f"| {run['tuned']['confirmed']['ratio']:.2f} (" in shown
+        best = max(row["tokens/s"] for row in figures["rounds"]["rows"])
+        assert f" {best:.0f} |" in shown
+    texts = {row["dtype"]: row for row in report.load("gpu-nvidia-h200")["texts"]["rows"]}
+    assert f"| 0 of {texts['float64']['texts']} |  | met |" in shown
+
+
+PAPERS = sorted((ROOT / "docs" / "papers").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
+def test_the_page_of_a_paper_begins_with_verdicts_and_its_tables_are_narrow(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    first = next(line for line in lines[2:] if not line.startswith("- "))
+    count = lines.index(first, 2) - 2
+    assert 1 < count <= 5
+    rows = [line for line in lines if line.startswith("| ")]
+    assert rows
+    assert max(row.count(" | ") for row in rows) < 7
+    notes = {int(n) for n in re.findall(r"^(\d+)\. ", "\n".join(lines), re.MULTILINE)}
+    used = {int(n) for row in rows for found in re.findall(r"\(([\d, ]+)\) \|$", row)
+            for n in found.split(", ")}  # fmt: skip
+    assert notes == used == set(range(1, len(notes) + 1))
+
+
+def test_results_are_a_page(bench: Any) -> None:
+    report, _, _ = bench
+    assert len(report.results().split()) <= 1500
+    assert "gamma=" not in report.results() + report.highlights()
+
+
+@pytest.mark.parametrize(
+    ("label", "short"),
+    [
+        ("ngram fixed(gamma=7)", "ngram K=7"),
+        ("head fixed(gamma=4) top_k(width=8) select(top_n=60)", "head tree 8x4 N=60"),
+        ("head fixed(gamma=4) top_k(k=8, coupled) N=56", "head tree 8x4 coupled N=56"),
+        ("small fixed(gamma=11) max_prob(0.206)", "small K=11 max prob 0.21"),
+        ("ngram analytic(gamma_max=11, gamma_initial=4, acc_max=0.9, gamma_min=2)",
+         "ngram analytic 2-11"),
+        ("small fixed(gamma=2) classifier(width=10, score=probability, cap=10, beta=0.9)",
+         "small C2T 10x2 beta 0.9"),
+        ("head fsm(gamma_max=4, gamma_initial=4, gamma_min=2) static(64 nodes)",
+         "head fsm 2-4 static tree 64"),
+        ("small by_load(1: 3, 2: 1)", "small by load 1:3 2:1"),
+        ("head fixed(gamma=5) top_k(width=8) stratify(alpha=2, fractions=(0.5, 1.0))",
+         "head tree 8x5 bins 2"),
+        ("near fixed(gamma=6) clusters(k0=16, k1=8, k_min=4)", "near K=6 clusters 16"),
+        ("autoregressive", "autoregressive"),
+        ("medium: small fixed(gamma=2) over ngram fixed(gamma=3); tau +1.0%",
+         "medium: small K=2 over ngram K=3; tau +1.0%"),
+    ],
+)  # fmt: skip
+def test_labels_have_a_short_form(bench: Any, label: str, short: str) -> None:
+    report, _, _ = bench
+    assert report.short(label) == short
