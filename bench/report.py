@@ -558,7 +558,7 @@ def highlights() -> str:
     ]
     for name, (figure, judged) in {
         "texts and rounds that differ in float64": lossless(load("acceptance-lossless")),
-        "predicted speeds, off in the median and the 90th percentile": fidelity(
+        "predicted speeds, after one factor, off in the median and the 90th percentile": fidelity(
             load("acceptance-fidelity")
         ),
     }.items():

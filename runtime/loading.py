@@ -117,9 +117,8 @@ class LoadedPair(TextCodec):
 
 
 SMALL = 32_000_000
-"""Parameters below which one CPU thread decodes as fast as several (measured, docs/log.md): passes
-are too short to be shared, and threads that wait for each other slow down whatever else runs on the
-machine."""
+"""Parameters below which one CPU thread decodes as fast as several (measured): passes are too short
+to be shared, and threads that wait for each other slow down whatever else runs on the machine."""
 SAMPLE = "It was the best of times, it was the worst of times, it was the age of wisdom."
 """A text on which models are compared with their own code."""
 

@@ -355,8 +355,8 @@ def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:
 
 
 def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
-    """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is cold
-    (docs/log.md)."""
+    """Token ids, int64 [n]. By way of numpy, which takes half as long as torch when code is
+    cold."""
     return torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
 
 

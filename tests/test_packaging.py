@@ -45,7 +45,7 @@ def test_what_commands_read_is_in_the_wheel(folder: str, file: str) -> None:
 
 def test_a_shell_completes_as_the_page_says() -> None:
     assert PROJECT["project"]["scripts"] == {"spectune": "spectune.cli:main"}
-    page = (ROOT / "docs" / "installation.md").read_text()
+    page = (ROOT / "README.md").read_text()
     (variable,) = re.findall(r"(\w+)=bash_source spectune", page)
     kind = get_completion_class("bash")
     assert kind is not None
