@@ -145,7 +145,7 @@ def verdicts(paper: str, rows: Sequence[Figures]) -> list[str]:
         of_paper = f"the paper {theirs}; " if theirs else ""
         judged = [row for row in group if verdict(row) != NOT_COMPARABLE]
         count = f"{len(group)} figure{'s' * (len(group) != 1)}"
-        span = " to ".join(dict.fromkeys(f"{end:.3f}" for end in (min(values), max(values))))
+        span = _span(min(values), max(values), CLAIMS[claims[0]].figure)
         lines.append(
             f"- {title}: {of_paper}ours {span} in {count}"
             + (f": {_counts(judged)}." if judged else ", held against nothing.")
@@ -172,6 +172,15 @@ def _word(rows: Sequence[Figures]) -> str:
     if counts[MET] > half:
         return "Mostly met"
     return "Mostly not met" if counts[NOT_MET] > half else "Met in part"
+
+
+def _span(low: float, high: float, theirs: str) -> str:
+    """Smallest and largest of our ratios, as the paper has its own: a share, or a change."""
+    if theirs[0].isdigit() and "%" in theirs:
+        ends = (f"{100 * end:.0f}" for end in (low, high))
+    else:
+        ends = (f"{100 * (end - 1):+.1f}" for end in (low, high))
+    return " to ".join(dict.fromkeys(ends)) + "%"
 
 
 def _counts(rows: Iterable[Figures]) -> str:
