@@ -51,6 +51,7 @@ PAGES = {
 }
 POLICIES = "docs/policies.md"
 TRACES = "docs/traces.md"
+SCHEDULES = "docs/schedules.md"
 RUN_HERE = ("README.md", POLICIES, TRACES)
 PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples and")
 
@@ -262,8 +263,15 @@ def test_the_pages_run(
     out = capsys.readouterr().out
     assert "incumbent" in out
     run_page(POLICIES, place, monkeypatch)
-    elsewhere = "docs/schedules.md"
-    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, elsewhere}
+    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, SCHEDULES}
+
+
+def test_the_worker_of_the_page_runs_what_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page(SCHEDULES, tmp_path, monkeypatch)
+    assert names["outcomes"] == {"done": 0, "failed": 0, "lost": 0, "released": 0}
 
 
 @pytest.mark.parametrize("page", PAGES)
