@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from ballast import LARGE, TINY, build
 from lab import GREEDY, ROOT, environment, fixed, parser_of, requests, say, top_k
-from report import rows_table
+from report import table
 from rounding import plain_policies, texts_that_differ
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -512,6 +512,23 @@ def kernels(bench: Bench) -> Figures:
 
 
 PARTS = (ballast, passes, rounds, generate, texts, tune, attention, kernels)
+
+
+def rows_table(figures: Figures) -> list[str]:
+    """Lines of a part: its rows, and what it says beside them."""
+    beside, rows = [], figures["rows"]
+    for name, value in figures.items():
+        if isinstance(value, float):
+            beside.append(f"{name.replace('_', ' ')} {value:.4g}")
+        elif name in ("publication", "cache"):
+            beside += [f"{key} {each:.4g}" for key, each in value.items()]
+    lines = table(list(rows[0]), [[_cell(x) for x in row.values()] for row in rows])
+    return [figures["about"], "", *lines, *(["; ".join(beside), ""] if beside else [])]
+
+
+def _cell(value: object) -> object:
+    """Nothing where a figure is missing."""
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value
 
 
 def main(arguments: Sequence[str]) -> int:
