@@ -22,8 +22,15 @@ from typing import Any
 import click
 
 from spectune import api
-from spectune.options import Option, options_of, read_config, settings_of, unknown
-from spectune.settings import Settings
+from spectune.options import (
+    Option,
+    options_of,
+    read_config,
+    settings_of,
+    unknown,
+    where_in_words,
+)
+from spectune.settings import Settings, Tune
 from spectune.traces.errors import ConfigError, SpectuneError
 from spectune.traces.text import one_line
 
@@ -157,13 +164,34 @@ class Command(click.Command):
         text = f"{about}\n\n\b\nExample:  cli.py {self.model.example}"
         super().__init__(path.split()[-1], params=params, callback=self._run, help=text)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of a tuning by where they act."""
+        by_keyword = {o.keyword: o for o in self.options.values()}
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is not None:
+                sections.setdefault(self._acts(by_keyword.get(param.name or "")), []).append(row)
+        for where, rows in sections.items():
+            with formatter.section(f"Options {where}".strip()):
+                formatter.write_dl(rows)
+
+    def _acts(self, option: Option | None) -> str:
+        """Where an option of a tuning acts; empty where it acts everywhere, and for others."""
+        if option is None or not issubclass(self.model, Tune):
+            return ""
+        return where_in_words(option.acts)
+
     def _help_all(self, ctx: click.Context, _param: click.Parameter, value: bool) -> None:
         if not value:
             return
         formatter = ctx.make_formatter()
-        rows = [(f"{key}={o.kind.metavar}", _help(o)) for key, o in self.further.items()]
-        with formatter.section("Further settings (--set KEY=VALUE, or in spectune.toml)"):
-            formatter.write_dl(rows)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for key, o in self.further.items():
+            sections.setdefault(self._acts(o), []).append((f"{key}={o.kind.metavar}", _help(o)))
+        for where, rows in sections.items():
+            title = " ".join(filter(None, ("Further settings", where)))
+            with formatter.section(f"{title} (--set KEY=VALUE, or in spectune.toml)"):
+                formatter.write_dl(rows)
         click.echo(f"{ctx.get_help()}\n\n{formatter.getvalue()}", nl=False)
         ctx.exit()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from keyword import iskeyword
@@ -272,12 +272,16 @@ def idle_options(settings: Settings, here: Collection[str]) -> str:
     for key, option in options_of(type(settings)).items():
         if settings.typed(key) and option.acts and not set(option.acts) & set(here):
             idle.setdefault(option.acts, []).append(option.spelled)
-    shown = []
-    for acts, options in idle.items():
-        *first, last = (WHERE[place] for place in acts)
-        where = f"{', '.join(first)} or {last}" if first else last
-        shown.append(f"{', '.join(sorted(options))} (acts {where})")
-    return "; ".join(shown)
+    return "; ".join(
+        f"{', '.join(sorted(options))} (acts {where_in_words(acts)})"
+        for acts, options in idle.items()
+    )
+
+
+def where_in_words(acts: Sequence[str]) -> str:
+    """Where a setting acts, in words; empty where it acts everywhere."""
+    words = [WHERE[place] for place in acts]
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _first(error: ValidationError) -> tuple[str, Any]:

@@ -192,7 +192,7 @@ WHERE = {
     "server": "with --url",
     "texts": "where texts are decoded",
     "since": "with --since",
-    "executed": "with --serve",
+    "executed": "where policies are executed",
 }
 """Where a setting of a tuning may act, in words: on a bench, or where requests are decoded, a
 sample is taken, policies are executed."""

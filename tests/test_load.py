@@ -141,7 +141,7 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
         server.call(*TUNE.split(), "clients:1", "--quick", "--threads", 1).stderr.split()
     )
     assert "--quick (acts on the native decoder)" in told
-    assert "--set threads (acts on the native decoder or with --serve)" in told
+    assert "--set threads (acts on the native decoder or where policies are executed)" in told
     assert "say --arrivals" in server.refused("tune", "--engine", "vllm")
 
 
