@@ -18,6 +18,7 @@ import numpy as np
 from lab import ROOT, interval_of, requests
 
 from spectune.engines.protocol import Prompt, Wanted
+from spectune.engines.vllm.execute import RunningServer
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
@@ -65,13 +66,13 @@ def windowed(window: int | Mapping[str, int]) -> Policy:
     return parse_policy({"draft": DRAFT, "window": kind})
 
 
-def publish(store: TraceStore, policy: Policy) -> int:
-    """Publishes a policy for vLLM servers of the pair on CPUs; the version."""
+def publish(store: TraceStore, policy: Policy, pair_id: str = PAIR.id, device: str = "cpu") -> int:
+    """Publishes a policy for vLLM servers of a pair on a device; the version."""
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
-    return store.publish(PAIR.id, "cpu", policy.id, deployment="vllm", actor="bench").version
+    return store.publish(pair_id, device, policy.id, deployment="vllm", actor="bench").version
 
 
-def await_version(server: OwnServer, version: int) -> None:
+def await_version(server: RunningServer, version: int) -> None:
     """Returns when the server's agent says that a publication is in force."""
     deadline = time.monotonic() + GIVE_UP_S
     while (status := read_status(server.folder)) is None or status.in_force.version != version:

@@ -30,38 +30,44 @@ ALTERNATIONS, LIMIT_US, LEAST_RATIO = 40, 40.0, 0.985
 HOOKS = ("on_schedule", "on_scheduled", "on_output", "on_updated")
 
 
+def started(folder: Path) -> LLMEngine:
+    """vLLM's engine of the demo pair in this process, with the agent, which writes to a folder."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "SPECTUNE_FOLDER": str(folder),
+    }
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
+    drafting = {"method": "draft_model", "model": PAIR.drafts[DRAFT]}
+    arguments = EngineArgs(
+        model=PAIR.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
+        enforce_eager=True, enable_prefix_caching=False, scheduler_cls=agent.Scheduler,
+        speculative_config={**drafting, "num_speculative_tokens": MOST},
+    )  # fmt: skip
+    llm = LLMEngine.from_engine_args(arguments)
+    sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
+    return llm
+
+
 class Engine:
     """vLLM's engine in this process, whose scheduler takes the agent's class and puts it off."""
 
-    def __init__(self, folder: Path) -> None:
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "SPECTUNE_FOLDER": str(folder),
-        }
-        hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
-        drafting = {"method": "draft_model", "model": PAIR.drafts[DRAFT]}
-        arguments = EngineArgs(
-            model=PAIR.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
-            enforce_eager=True, enable_prefix_caching=False, scheduler_cls=agent.Scheduler,
-            speculative_config={**drafting, "num_speculative_tokens": MOST},
-        )  # fmt: skip
-        self.llm = LLMEngine.from_engine_args(arguments)
-        sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
-        self.scheduler: Any = self.llm.engine_core.engine_core.scheduler
-        is_ahead = self.llm.vllm_config.scheduler_config.async_scheduling
+    def __init__(self, llm: LLMEngine) -> None:
+        self.llm = llm
+        self.scheduler: Any = llm.engine_core.engine_core.scheduler
+        is_ahead = llm.vllm_config.scheduler_config.async_scheduling
         self.plain, self.runs = AsyncScheduler if is_ahead else Scheduler, 0
 
     def put_agent(self, *, on: bool) -> None:
         """Between two runs: the agent's class with a new agent, or vLLM's class without one."""
-        if self.scheduler._spectune is not None:
+        if getattr(self.scheduler, "_spectune", None) is not None:
             self.scheduler._spectune.close()
             self.scheduler._spectune = None
         self.scheduler.__class__ = agent.Scheduler if on else self.plain
         if on:
             agent.start(self.scheduler)
-            started: Any = self.scheduler._spectune
-            while not started.active:
+            new: Any = self.scheduler._spectune
+            while not new.active:
                 time.sleep(0.01)
 
     def serve(self, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
@@ -82,26 +88,33 @@ class Engine:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    alternations = 2 if quick else ALTERNATIONS
+    with temporary_folder() as folder:
+        engine = Engine(started(folder))
+        figures = cost(engine, 2 if quick else ALTERNATIONS)
+        engine.llm.engine_core.shutdown()
+    if figures["texts_differ"]:
+        raise ValueError("a text differs")
+    return figures
+
+
+def cost(engine: Engine, alternations: int) -> dict[str, Any]:
+    """What the agent costs an engine, by so many alternations; ``texts_differ``: runs of which a
+    text is not as in the first."""
     prompts = [list(prompt.ids) for prompt in demo_prompts(PROMPTS, TOKENS)]
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    with temporary_folder() as folder:
-        engine = Engine(folder)
-        _, texts = engine.serve(prompts)  # and what the first run pays for
-        for n in range(alternations):
-            both = {True: 0.0, False: 0.0}
-            for on in (True, False, False, True) if n % 2 else (False, True, True, False):
-                engine.put_agent(on=on)
-                spent, served = engine.serve(prompts)
-                both[on] += spent
-                if served != texts:
-                    raise ValueError("a text differs")
-            for on, spent in both.items():
-                seconds[on].append(spent)
-        engine.put_agent(on=True)
-        each_us = _microseconds(engine, prompts)
-        noted = engine.scheduler._spectune.noted
-        engine.llm.engine_core.shutdown()
+    _, texts = engine.serve(prompts)  # and what the first run pays for
+    differ = 0
+    for n in range(alternations):
+        both = {True: 0.0, False: 0.0}
+        for on in (True, False, False, True) if n % 2 else (False, True, True, False):
+            engine.put_agent(on=on)
+            spent, served = engine.serve(prompts)
+            both[on] += spent
+            differ += served != texts
+        for on, spent in both.items():
+            seconds[on].append(spent)
+    engine.put_agent(on=True)
+    each_us = _microseconds(engine, prompts)
     relative = ratio(seconds[False], seconds[True])
     median_us = float(np.median(each_us))
     return {
@@ -115,7 +128,8 @@ def measure(quick: bool) -> dict[str, Any]:
         "tokens_per_s_ratio": relative,
         "tokens_per_s": 2 * PROMPTS * TOKENS / float(np.median(seconds[False])),
         "alternations": alternations,
-        "noted": noted,
+        "noted": engine.scheduler._spectune.noted,
+        "texts_differ": differ,
         "vllm_class": engine.plain.__name__,
     }
 

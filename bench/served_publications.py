@@ -17,7 +17,6 @@ import numpy as np
 from lab import stored
 from served_live import (
     MOST,
-    PAIR,
     await_version,
     command,
     demo_prompts,
@@ -28,7 +27,8 @@ from served_live import (
 )
 
 from spectune.engines.protocol import Prompt
-from spectune.engines.vllm.server import OwnServer
+from spectune.engines.vllm.execute import RunningServer
+from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import EngineError
 
@@ -42,23 +42,29 @@ POLICIES = [
 
 
 class Clients:
-    """Send the prompts in turn without a pause: ``texts`` are the token ids of each answer by the
-    prompt's number, ``failures`` why others got none."""
+    """``count`` clients that send the prompts in turn without a pause: ``texts`` are the token ids
+    of each answer by the prompt's number, ``failures`` why others got none."""
 
-    def __init__(self, server: OwnServer, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        server: RunningServer,
+        prompts: Sequence[Prompt],
+        count: int = CLIENTS,
+        tokens: int = TOKENS,
+    ) -> None:
         self.texts: list[tuple[int, list[int]]] = []
         self.failures: list[str] = []
-        self._server, self._prompts = server, prompts
+        self._server, self._prompts, self._count, self._tokens = server, prompts, count, tokens
 
     def send(self, number: int) -> None:
-        request = {"prompt": list(self._prompts[number].ids), "max_tokens": TOKENS}
+        request = {"prompt": list(self._prompts[number].ids), "max_tokens": self._tokens}
         try:
             self.texts.append((number, self._server.complete(**request, temperature=0)))
         except EngineError as error:
             self.failures.append(str(error))
 
     def send_once(self) -> None:
-        with ThreadPoolExecutor(CLIENTS) as pool:
+        with ThreadPoolExecutor(self._count) as pool:
             list(pool.map(self.send, range(len(self._prompts))))
 
     @contextmanager
@@ -73,8 +79,8 @@ class Clients:
                     number = next(numbers)
                 self.send(number)
 
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            for _ in range(CLIENTS):
+        with ThreadPoolExecutor(self._count) as pool:
+            for _ in range(self._count):
                 pool.submit(client)
             try:
                 yield
@@ -83,14 +89,17 @@ class Clients:
 
 
 @contextmanager
-def following(database: Path, folder: Path) -> Iterator[None]:
-    """`follow`, as a user starts it, once it knows the server."""
-    words = command("--db", database, "follow", folder, "--pair", "demo")
+def following(database: Path, folder: Path, pair: str = "demo") -> Iterator[None]:
+    """`follow`, as a user starts it, once it knows the server of a pair. Raises EngineError where
+    it ends before."""
+    words, pair_id = command("--db", database, "follow", folder, "--pair", pair), read_pair(pair).id
     with database.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
     try:
         store = stored(database)
-        while not [pair for pair in store.list_pairs() if pair.id == PAIR.id]:
+        while pair_id not in {known.id for known in store.list_pairs()}:
+            if process.poll() is not None:
+                raise EngineError(database.with_suffix(".log").read_text().strip()[-300:])
             time.sleep(0.2)
         yield
     finally:

@@ -97,7 +97,8 @@ class FakeVllm(ThreadingHTTPServer):
         with self._lock:
             if key not in self._texts:
                 self._texts[key] = self._decode(*key)
-        request = Served(f"cmpl-{body['request_id']}-0-x", body["prompt"], *self._texts[key])
+        name = f"cmpl-{body.get('request_id', 'x')}-0-x"
+        request = Served(name, body["prompt"], *self._texts[key])
         with self._lock:
             self._waiting.append(request)
             self.arrived.append(request.arrived)

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -43,15 +42,8 @@ class Steps:
     """vLLM's engine. ``outputs``: of each step names and token counts, drafts, the number of tokens
     to draft and of tokens so far; ``decisions``: all of the scheduler's output, as text."""
 
-    def __init__(self, scheduler: str | type | None, method: str, backend: str | None) -> None:
-        self.llm = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=read_pair("demo").target, dtype="float32", max_model_len=512,
-                max_num_seqs=SEATS, max_num_batched_tokens=160, enforce_eager=True,
-                speculative_config={**DRAFTING[method], "num_speculative_tokens": MOST},
-                distributed_executor_backend=backend, scheduler_cls=scheduler,
-            )
-        )  # fmt: skip
+    def __init__(self, llm: LLMEngine) -> None:
+        self.llm = llm
         self.core: Any = self.llm.engine_core.engine_core
         self.arguments = getattr(self.core.scheduler, "arguments", {})
         self._watch(self.core.scheduler)
@@ -142,7 +134,13 @@ def engine(
     }  # fmt: skip
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
     try:
-        steps = Steps(scheduler, method, backend)
+        arguments = EngineArgs(
+            model=read_pair("demo").target, dtype="float32", max_model_len=512,
+            max_num_seqs=SEATS, max_num_batched_tokens=160, enforce_eager=True,
+            speculative_config={**DRAFTING[method], "num_speculative_tokens": MOST},
+            distributed_executor_backend=backend, scheduler_cls=scheduler,
+        )  # fmt: skip
+        steps = Steps(LLMEngine.from_engine_args(arguments))
     finally:
         sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
     try:
@@ -167,6 +165,8 @@ class Placeholder:
 def engine_ahead(folder: Path | None, scheduler: str | type | None = SCHEDULER) -> Iterator[Steps]:
     """As :func:`engine`, one that schedules a step ahead. vLLM refuses that on CPUs; its code for
     GPUs runs here with streams that do nothing."""
+    from vllm.platforms.cpu import CpuPlatform
+
     check = CpuPlatform.check_and_update_config
 
     def schedule_ahead(config: Any) -> None:

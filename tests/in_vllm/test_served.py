@@ -256,7 +256,7 @@ def test_a_server_that_dies_is_told_in_its_own_words(
         prompts, policy("small", 4), Load(2), sampling=Sampling(), max_new_tokens=TOKENS
     )
     next(answers)
-    server._process.kill()
+    server._server.process.kill()
     with pytest.raises(EngineError, match=r"vLLM died \(SIGKILL\): .*same command again"):
         list(answers)
     (tmp_path / "config.json").write_text(
