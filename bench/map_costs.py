@@ -143,7 +143,7 @@ def named(h: Halves) -> Iterator[Named]:
 
 def _on_gpus(pair: str) -> Iterator[Named]:
     """The ballasted pair's rounds on GPUs, by draft."""
-    for file in sorted(RESULTS.glob("gpu-*.json")):
+    for file in sorted(RESULTS.glob("gpu-nvidia-*.json")):
         rounds = json.loads(file.read_text())["rounds"]
         rows = {row["policy"]: row for row in rounds["rows"]}
         plain, tree = rows["autoregression"], rows["head, tree 8 wide, 4 levels, N 60"]

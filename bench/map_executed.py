@@ -133,7 +133,7 @@ def _on_gpus(h: Halves) -> list[dict[str, Any]]:
     """What `tune` executed of the ballasted pair on GPUs, where the recording holds the policy."""
     profiles = {one.name: one.profile for one in named(h)}
     rows = []
-    for file in sorted(RESULTS.glob("gpu-*.json")):
+    for file in sorted(RESULTS.glob("gpu-nvidia-*.json")):
         run = json.loads(file.read_text())["tune"]
         for tried in run["tuned"]["candidates"]:
             if (document := ON_GPUS.get(tried["label"])) is None:

@@ -326,7 +326,7 @@ def under_load(d: Figures, name: str) -> str:
 
 def newest_gpu() -> list[Figures]:
     """What every GPU has measured, the newest tuning first."""
-    files = [load(file.stem) for file in RESULTS.glob("gpu-*.json")]
+    files = [load(file.stem) for file in RESULTS.glob("gpu-nvidia-*.json")]
     return sorted(files, key=lambda parts: str(parts["tune"]["measured"]), reverse=True)
 
 

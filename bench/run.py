@@ -33,7 +33,7 @@ EXACT = ("lossless", "rounding", "kills")
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = (*EXACT, *TIMED)
-MEASUREMENTS = ("gpu", "load", "map", "nulls", "papers", "served", "speed")
+MEASUREMENTS = ("gpu", "gpu_vllm", "load", "map", "nulls", "papers", "served", "speed")
 MEASUREMENTS += ("map_executed", "papers_executed")
 
 
