@@ -208,7 +208,10 @@ class OwnPlaces:
     def with_agent(self, bench: Bench) -> Iterator[RunningServer]:
         with self._started(bench, DRAFT, "agent") as process:
             server = RunningServer(process.url, process.rounds, bench.spec)
-            if not server.engine.tested(server.version):  # its agent checks some rounds first
+            tested = (f"{version}." for version in server.engine.versions)
+            if not f"{server.version}.".startswith(
+                (*tested,)
+            ):  # its agent checks some rounds first
                 load(bench, server, min(CHECKED_BY, max(bench.size.clients)), "checked")
             yield server
 
