@@ -14,7 +14,7 @@ from spectune.traces.store.query import TraceFilter, requests, rounds
 def request_text(store: TraceStore, recording: str, request: str) -> dict[str, Any]:
     """One request of a recording: token ids of its prompt and its output, both decoded by the
     tokenizer of the pair (None where that is not at hand, and ``undecoded`` says why), and its
-    ``rounds``. Raises TraceError where the recording has no such request."""
+    ``rounds``. Raises TraceError where the recording has no such request, or not its text."""
     info = store.get_recording(recording)
     only = TraceFilter(recordings=(info.id,), request=request)
     rows = requests(store, only)
@@ -22,7 +22,10 @@ def request_text(store: TraceStore, recording: str, request: str) -> dict[str, A
         raise TraceError(
             f"recording {info.id} has no request {request!r} (see `traces show {info.id}`)"
         )
-    (stored,) = store.iterate(info.id, (), ordinals=[rows[-1]["ordinal"]])
+    found = [*store.iterate(info.id, (), ordinals=[rows[-1]["ordinal"]])]
+    if not found:
+        raise TraceError(f"the text of request {request!r} of recording {info.id} is not stored")
+    (stored,) = found
     ids = [stored.trajectory.prompt_ids.tolist(), stored.trajectory.output_ids.tolist()]
     texts, undecoded = [None, None], ""
     try:

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_folder import BEGAN, PAIR, Agent
 from databases import Server, opened, put_in_force, server_binaries
 from doors import Door, Started
+from sqlalchemy import select
 from synthetic import policy
 from token_ids import encoded
 from waiting import PATIENCE_S, eventually
@@ -33,78 +35,14 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 from spectune.traces.errors import PairError, TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
+from spectune.traces.store.export import import_recordings
+from spectune.traces.tables import Trajectory
 
-PAIR = read_pair("demo")
 TABLE = parse_policy(
     {"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 5, "3": 2, "9": 0}}}
 )
-BEGAN = time.time() - 3600
 KILLS = 3
 """On each of the two databases."""
-
-
-class Agent:
-    """Writes a folder as vLLM's agent does."""
-
-    def __init__(self, folder: Path, boot: str = "a1b2c3d4e5", draft: str | None = "small") -> None:
-        self.folder, self.boot, self.number, self.count = folder, boot, 0, 0
-        folder.mkdir(exist_ok=True)
-        self.engine = {
-            "engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "dtype": "float32",
-            "method": "draft_model" if draft else None, "model": PAIR.target,
-            "draft_model": PAIR.drafts[draft] if draft else None, "prompt_lookup": None,
-            "num_speculative_tokens": 6, "above_zero": "greedy",
-            "serving": {"max_num_seqs": 8, "max_batched_tokens": 512, "max_len": 400, "ahead": 1},
-        }  # fmt: skip
-        self.status()
-
-    def status(self, version: int = 0, policy_id: str = "", **further: Any) -> None:
-        document = {
-            "format": 1, "boot": self.boot, "pid": 7, "at": time.time(), "engine": self.engine,
-            "in_force": {"version": version, "policy": policy_id, "since": time.time()},
-            "refused": None, "fault": None, "noted": self.count, "dropped": 0, **further,
-        }  # fmt: skip
-        part = self.folder / "status.json.part"
-        part.write_text(json.dumps(document))
-        part.replace(self.folder / "status.json")
-
-    @property
-    def file(self) -> Path:
-        return self.folder / f"rounds-{self.boot}-{self.number:06d}.jsonl"
-
-    def line(self, *, version: int = 0, tokens: bool = True, **further: Any) -> dict[str, Any]:
-        """The next request: a prompt of 5 tokens, and 7 that were served in three rounds."""
-        n, self.count = self.count, self.count + 1
-        at = BEGAN + n
-        rounds = [
-            [0, 0, 0, 1, version, 0.02, 2, at + 0.02],
-            [1, 3, 2, 3, version, 0.01, 2, at + 0.03],
-            [4, 3, 3, 3, version, 0.01, 1, at + 0.04],
-        ]
-        prompt, output = [n % 97, 5, 6, 7, 8], [n % 91, 1, 2, 3, 4, 5, 6]
-        text = {"prompt": encoded(prompt), "output": encoded(output)}
-        sizes = {"prompt": None, "output": None, "n_prompt": 5, "n_output": 7}
-        return {
-            "id": f"r{n}", "arrived": at, "ended": at + 0.04, **(text if tokens else sizes),
-            "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None, "max_tokens": 7,
-            "stop": [], "finish": "length", "label": None, "rounds": rounds, **further,
-        }  # fmt: skip
-
-    def write(self, count: int = 1, **further: Any) -> None:
-        is_new = not self.file.exists()
-        with self.file.open("a") as file:
-            if is_new:
-                file.write(json.dumps({"engine": self.engine}) + "\n")
-            for _ in range(count):
-                file.write(json.dumps(self.line(**further)) + "\n")
-                file.flush()
-
-    def policy(self) -> dict[str, Any]:
-        try:
-            document: dict[str, Any] = json.loads((self.folder / "policy.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return document
 
 
 @pytest.fixture
@@ -137,7 +75,7 @@ def test_requests_are_stored_as_they_were_served(door: Door, agent: Agent) -> No
     agent.write(3)
     agent.write(1, label="tenant-a", temperature=0.7, top_p=0.9, finish="abort", stop=["\n\n"])
     result = door.json("follow", agent.folder, pair="demo", once=True)
-    assert (result["requests"], result["figures"], result["skipped"]) == (4, 0, 0)
+    assert (result["requests"], result["without_text"], result["skipped"]) == (4, 0, 0)
     with opened(str(door.db)) as store:
         greedy, warm = sorted(store.list_recordings(), key=lambda info: info.sampling.temperature)
         assert (greedy.source, greedy.engine, greedy.pair_id) == ("serve", "vllm", PAIR.id)
@@ -242,24 +180,63 @@ def test_a_request_that_the_database_refuses_costs_no_other(
     assert "no such text" in told[-1]
 
 
-def test_without_texts_figures_are_stored(door: Door, agent: Agent) -> None:
+def test_a_request_without_its_text_is_a_row_without_tokens(
+    door: Door, agent: Agent, tmp_path: Path
+) -> None:
+    """Of those that the agent noted without a text, and those whose text is not to be stored."""
     agent.write(2, tokens=False, label="b")
     agent.write(3)
-    assert door.json("follow", agent.folder, pair="demo", once=True)["requests"] == 3
-    agent.write(4)
-    result = door.json("follow", agent.folder, pair="demo", once=True, texts="none")
-    assert (result["requests"], result["figures"]) == (0, 4)
+    told = door.json("follow", agent.folder, pair="demo", once=True)
+    assert (told["requests"], told["without_text"]) == (5, 2)
+    agent.write(4, stop=["secret"])
+    told = door.json("follow", agent.folder, pair="demo", once=True, texts="none")
+    assert (told["requests"], told["without_text"]) == (4, 4)
     assert agent.policy() == {"format": 1, "version": 0, "texts": "none"}
-    rows = {row["category"]: row for row in result["without_text"]}
-    assert (rows["b"]["requests"], rows["b"]["n_output"], rows["b"]["rounds"]) == (2, 14, 6)
-    assert (rows["serve"]["requests"], rows["serve"]["accepted"]) == (4, 20)
-    assert rows["serve"]["seconds"] == pytest.approx(0.1), "steps of two are shared"
-    with opened(str(door.db)) as store:
-        assert len(request_ids(store)) == 3
+    (listed,) = door.json("traces list")["recordings"]
+    assert (listed["n_requests"], listed["n_texts"]) == (9, 3)
+    rows = {r["category"]: r for r in door.json("traces stats", speed=True, by="category")["stats"]}
+    assert (rows["b"]["requests"], rows["b"]["rounds"], rows["b"]["emitted"]) == (2, 6, 14)
+    assert (rows["serve"]["requests"], rows["serve"]["accepted"]) == (7, 35)
+    assert rows["serve"]["seconds"] == pytest.approx(7 * 0.025), "steps of two are shared"
+    shown = door.json("traces show", listed["id"])["requests"]
+    assert [(r["n_prompt"], r["n_output"]) for r in shown] == [(5, 7)] * 9
+    assert "the text of request 'r5' of recording" in door.refused(
+        "traces show", listed["id"], request="r5"
+    )
+    assert door.json("traces export", tmp_path / "rows.parquet")["rows"] == 9
+    door.json("traces export", tmp_path / "whole.parquet", whole=True)
+    with opened(str(door.db)) as store, opened(tmp_path / "other.db") as copy:
+        assert request_ids(store) == ["r2", "r3", "r4"]
+        assert store.missing_panoramas(listed["id"], "small", 4) == (2, 3, 4)
+        with store.database.read() as session:
+            stops = session.scalars(select(Trajectory.stop_strings)).all()
+        assert stops == [()] * 9
+        import_recordings(copy, tmp_path / "whole.parquet")
+        assert copy.get_recording(listed["id"]) == store.get_recording(listed["id"])
+        later = replace(store, clock=lambda: datetime.fromtimestamp(BEGAN + 8, UTC))
+        follower(later, agent, [], limits=Limits(seconds=6.5)).once()
+        assert (num_requests(store), len(request_ids(store))) == (7, 3)
+        by_size = store.stored_bytes([PAIR.id]) // 2
+        follower(store, agent, [], limits=Limits(stored_bytes=by_size)).once()
+        assert 0 < store.stored_bytes([PAIR.id]) <= by_size
     agent.write(100)  # a share of them, whatever the agent noted before it read of it
-    result = door.json("follow", agent.folder, pair="demo", once=True, texts=0.3)
-    assert 15 <= result["requests"] <= 45
-    assert result["requests"] + result["figures"] == 100
+    told = door.json("follow", agent.folder, pair="demo", once=True, texts=0.3)
+    assert told["requests"] == 100
+    assert 15 <= told["without_text"] - 40 <= 45
+
+
+def test_more_samplings_than_recordings_are_together_without_texts(
+    store: TraceStore, agent: Agent
+) -> None:
+    for n in range(70):
+        agent.write(1, temperature=1 + n / 100)
+    one = follower(store, agent, [])
+    one.once()
+    assert (one.totals.requests, one.totals.without_text) == (70, 6)
+    infos = store.list_recordings()
+    assert len(infos) == 65
+    (rest,) = [info for info in infos if not info.n_texts]
+    assert (rest.n_requests, rest.sampling) == (6, Sampling())
 
 
 def test_a_publication_reaches_the_server_and_its_answer_the_database(
@@ -656,6 +633,7 @@ def test_requests_are_forgotten_by_age_and_by_size(store: TraceStore, agent: Age
 def test_kills_lose_and_double_nothing(door: Door, agent: Agent, tmp_path: Path) -> None:
     """``kill -9`` amid reading and writing. No more is written than a follower has to read."""
     end, limit = threading.Event(), [0]
+    agent.write(0)
 
     def serve() -> None:
         while not end.is_set():

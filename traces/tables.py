@@ -84,7 +84,7 @@ class Recording(Value):
     (``gathered``), or what :data:`DESIGNED` says; ``recording`` until it is ``complete``.
 
     ``n_requests`` to ``drafts`` count what is stored now, but for drafts under shortlists;
-    :mod:`traces.store` fills them in.
+    :mod:`traces.store` fills them in. ``n_texts`` of the requests have a text.
     """
 
     id: Mapped[Str32] = mapped_column(primary_key=True)
@@ -100,6 +100,7 @@ class Recording(Value):
     created_at: Mapped[datetime] = mapped_column(index=True)
     finished_at: Mapped[datetime | None] = mapped_column(default=None)
     n_requests: int = 0
+    n_texts: int = 0
     n_output_tokens: int = 0
     drafts: dict[str, Extent] = field(default_factory=dict)
 
@@ -124,7 +125,7 @@ class Recording(Value):
         parts = []
         for draft, e in self.drafts.items():
             trees = f" and trees {e.width}x{e.depth}" if e.has_trees else ""
-            of = "" if e.count == self.n_requests else f" ({e.count} of {self.n_requests})"
+            of = "" if e.count == self.n_texts else f" ({e.count} of {self.n_texts})"
             parts.append(f"{draft} {e.gamma_max}{trees}{of}")
         return ", ".join(parts)
 
@@ -136,7 +137,8 @@ class Recording(Value):
 
 class Trajectory(Value):
     """One request as it was decoded: everything its text depends on, and the text; windows were
-    clipped to ``max_new_tokens``.
+    clipped to ``max_new_tokens``. ``tokens``: None where its text is not to be stored, as is said
+    of a share of the requests of a server that is followed.
 
     Of a stored one ``steps`` are its executed rounds, ``rounds`` to ``seconds`` their sums, and
     ``by_policy`` these by policy id and by position (:class:`traces.acceptance.Survival`).
@@ -146,7 +148,7 @@ class Trajectory(Value):
 
     request_id: Mapped[str]
     category: Mapped[str] = mapped_column(index=True)
-    tokens: Mapped[Tokens] = mapped_column(blobs.TOKENS, sort_order=LAST)
+    tokens: Mapped[Tokens | None] = mapped_column(blobs.TOKENS, sort_order=LAST)
     sampling: Mapped[Sampling] = mapped_column(_SAMPLING)
     max_new_tokens: Mapped[int]
     finish: Mapped[Finish] = mapped_column(String(16))
@@ -174,12 +176,14 @@ class Trajectory(Value):
 
     @property
     def prompt_ids(self) -> Int32Array:
-        """int32 [P]."""
+        """int32 [P], of one with a text."""
+        assert self.tokens is not None
         return self.tokens.prompt
 
     @property
     def output_ids(self) -> Int32Array:
-        """int32 [L]; ends with the EOS token where ``finish`` is ``eos``."""
+        """int32 [L], of one with a text; ends with the EOS token where ``finish`` is ``eos``."""
+        assert self.tokens is not None
         return self.tokens.output
 
 
@@ -366,8 +370,8 @@ class Acknowledgement(Value):
 class FollowedServer(Value):
     """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
     (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.
-    ``requests`` with a text are in ``recordings`` (ids, by the digest of what each is of), the sums
-    of the others in ``figures``, by category and policy id; ``skipped`` lines were broken.
+    ``requests`` are in ``recordings`` (ids, by the digest of what each is of); ``skipped`` lines
+    were broken.
 
     ``place``: its host and folder, where a later boot takes the place of an earlier one; ``node``:
     its name in acknowledgements; ``models``: what it has loaded
@@ -388,5 +392,4 @@ class FollowedServer(Value):
     requests: Mapped[int]
     skipped: Mapped[int]
     recordings: Mapped[Document]
-    figures: Mapped[Document]
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)

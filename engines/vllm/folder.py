@@ -196,20 +196,23 @@ class Line(_Noted):
         """Whether it is among this share of requests, as the agent chooses them by their ids."""
         return zlib.crc32(self.id.encode()) / 2**32 < share
 
-    def trajectory(self, engine: Engine) -> Trajectory | None:
-        """The text; None where it was not noted."""
-        if self.prompt is None or self.output is None or not len(self.prompt):
-            return None
-        return Trajectory(
+    def trajectory(self, engine: Engine, *, with_text: bool = True) -> Trajectory:
+        """The request; without its text where that was not noted, too."""
+        tokens = None
+        if with_text and self.prompt is not None and self.output is not None and len(self.prompt):
+            tokens = Tokens(self.prompt, self.output)
+        request = Trajectory(
             self.id,
             self.category,
-            Tokens(self.prompt, self.output),
+            tokens,
             self.sampling,
             engine.max_len if self.max_tokens is None else self.max_tokens,
             "stop" if self.finish == "abort" else self.finish,
             "coupled" if self.sampling.greedy else engine.above_zero,
-            tuple(self.stop),
+            () if tokens is None else tuple(self.stop),
         )
+        request.n_prompt, request.n_output = self.lengths
+        return request
 
     def steps(self, draft: str, policy_of: Callable[[int], str]) -> tuple[Step, ...]:
         """The rounds, their times in seconds since 1970; ``policy_of`` names a table's policy."""

@@ -26,10 +26,10 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.reload import reason_of
 from spectune.traces.errors import SpectuneError, TraceError
 from spectune.traces.files import replacing
-from spectune.traces.schema import Step
+from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.followed import Arrivals, Arrived, Figures, Place, added
-from spectune.traces.store.recordings import digest_of, sums_of
+from spectune.traces.store.followed import Arrivals, Arrived, Place
+from spectune.traces.store.recordings import digest_of
 from spectune.traces.tables import FollowedServer
 from spectune.traces.text import one_line
 
@@ -40,12 +40,12 @@ REPORT_S = 60.0
 ENDED_S = 86_400.0
 """Seconds after which the last file of a server that ended is removed."""
 RECORDINGS_LIMIT = 64
-"""Recordings of one boot, one for each sampling that requests ask for; of further ones figures
-alone are stored."""
+"""Recordings of one boot, one for each sampling that requests ask for; further ones are together
+in one, without their texts."""
 NAMED_LIMIT = 5
 """Broken lines that are named between two reports."""
 WORDS = {
-    "figures": "of them without a stored text",
+    "without_text": "of them without a stored text",
     "skipped": "broken lines skipped",
     "forgotten": "requests forgotten",
 }
@@ -63,11 +63,11 @@ class Limits:
 
 @dataclass
 class Totals:
-    """What was done: requests brought in with their texts and by figures alone, lines skipped,
-    requests forgotten."""
+    """What was done: requests brought in, those of them ``without_text``, lines skipped, requests
+    forgotten."""
 
     requests: int = 0
-    figures: int = 0
+    without_text: int = 0
     skipped: int = 0
     forgotten: int = 0
 
@@ -238,7 +238,6 @@ class Follower:
         server = self._boots[boot]
         requests: list[Arrived] = []
         recordings: dict[str, Asked] = {}
-        figures: Figures = {}
         skipped, at = 0, start.bytes
         for text, end in lines:
             try:
@@ -246,34 +245,31 @@ class Follower:
                 if not isinstance(line, Line) or line.is_sent:
                     continue
                 steps = line.steps(server.draft, self._policy_id)
-                if request := self._request(boot, line, steps, recordings):
-                    requests.append(request)
-                else:
-                    figures = added(figures, figures_of(line, steps))
+                requests.append(self._request(boot, line, steps, recordings))
             except TraceError as error:
                 skipped += 1
                 self._name_line(boot, Place(start.file, at), str(error))
             finally:
                 at = end
-        return Arrivals(requests, recordings, figures, skipped)
+        return Arrivals(requests, recordings, skipped)
 
     def _request(
         self, boot: str, line: Line, steps: Sequence[Step], recordings: dict[str, Asked]
-    ) -> Arrived | None:
-        """A request, its recording added to ``recordings``; None where its text is not noted, or
-        not to be stored."""
+    ) -> Arrived:
+        """A request, its recording added to ``recordings``; without its text where that is not
+        noted, or not to be stored."""
         row, engine, _ = self._boots[boot]
-        text = line.trajectory(engine) if line.is_within(self._share) else None
-        if text is None or not steps:
-            return None
-        sampled, options = (text.sampling, engine.max_len, text.verifier), engine.about
-        recording = Asked(row.pair_id, None, *sampled, {**options, "boot": boot}, "serve")
-        digest = digest_of(recording)
-        digests = row.recordings.keys() | recordings.keys()
+        request = line.trajectory(engine, with_text=bool(steps) and line.is_within(self._share))
+        options = {**engine.about, "boot": boot}
+        sampled = request.sampling, engine.max_len, request.verifier
+        recording = Asked(row.pair_id, None, *sampled, options, "serve")
+        digest, digests = digest_of(recording), row.recordings.keys() | recordings.keys()
         if digest not in digests and len(digests) >= RECORDINGS_LIMIT:
-            return None
+            request = line.trajectory(engine, with_text=False)
+            recording = replace(recording, sampling=Sampling(), verifier="coupled")
+            digest = digest_of(recording)
         recordings[digest] = recording
-        return Arrived(digest, text, steps, datetime.fromtimestamp(line.ended, UTC))
+        return Arrived(digest, request, steps, datetime.fromtimestamp(line.ended, UTC))
 
     def _name_line(self, boot: str, place: Place, problem: str) -> None:
         self._named_lines += 1
@@ -289,7 +285,7 @@ class Follower:
             return False
         self._boots[boot] = self._boots[boot]._replace(row=row)
         self.totals.requests += len(arrivals.requests)
-        self.totals.figures += number_of(arrivals.figures)
+        self.totals.without_text += sum(r.trajectory.tokens is None for r in arrivals.requests)
         self.totals.skipped += arrivals.skipped
         return True
 
@@ -349,7 +345,7 @@ class Follower:
         """Tells what was done since ``before``; the totals now."""
         now, status = replace(self.totals), self.policy.status
         more = {name: value - getattr(before, name) for name, value in vars(now).items()}
-        requests = more["requests"] + more["figures"]
+        requests = more["requests"]
         parts = [f"{requests} requests ({requests / max(seconds, 1e-9):.3g}/s)"]
         parts += [f"{more[name]} {text}" for name, text in WORDS.items() if more[name]]
         version = self.policy.version
@@ -367,18 +363,3 @@ class Follower:
         self._tell("; ".join(parts))
         self._named_lines = 0
         return now
-
-
-def figures_of(line: Line, steps: Sequence[Step]) -> Figures:
-    """What is stored of a request whose text is not: sums by policy."""
-    n_prompt, n_output = line.lengths
-    counts = {"requests": 1.0, "n_prompt": n_prompt, "n_output": n_output}
-    figures: Figures = {line.category: {steps[0].policy if steps else "": counts}}
-    for step in steps:
-        figures = added(figures, {line.category: {step.policy: sums_of([step])}})
-    return figures
-
-
-def number_of(figures: Figures) -> int:
-    """Requests of which there are figures."""
-    return int(sum(sums.get("requests", 0) for of in figures.values() for sums in of.values()))

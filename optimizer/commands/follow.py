@@ -6,8 +6,8 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from spectune.engines.vllm.follow import Follower, Limits, number_of
-from spectune.optimizer.commands.results import Result, Row, Table
+from spectune.engines.vllm.follow import Follower, Limits
+from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.session import Talk, names_pair, open_store, pair_of
 from spectune.optimizer.schedule.worker import stop_on_signals
 from spectune.settings import Follow
@@ -29,12 +29,6 @@ def follow(s: Follow, talk: Talk) -> Result:
         else:
             with stop_on_signals(stop := threading.Event()):
                 follower.run(stop)
-    rows: list[Row] = [
-        {"category": category, "policy": policy or "the server's own", **sums}
-        for server in follower.servers
-        for category, policies in server.figures.items()
-        for policy, sums in policies.items()
-    ]
     data = {
         **asdict(follower.totals),
         "policy_version": follower.policy.version,
@@ -43,18 +37,15 @@ def follow(s: Follow, talk: Talk) -> Result:
                 "boot": server.boot,
                 "pair": server.pair_id,
                 "requests": server.requests,
-                "without_text": number_of(server.figures),
                 "skipped": server.skipped,
                 "recordings": sorted(server.recordings.values()),
             }
             for server in follower.servers
         ],
-        "without_text": rows,
     }
     total = follower.totals
     text = (
-        f"{total.requests} requests brought in, {total.figures} more without their texts, "
+        f"{total.requests} requests brought in, {total.without_text} of them without their texts, "
         f"{total.skipped} lines skipped, {total.forgotten} requests forgotten"
     )
-    tables = [Table(rows, title="requests without a stored text")] if rows else []
-    return Result(text, data, rows, tables)
+    return Result(text, data)

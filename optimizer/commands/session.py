@@ -176,9 +176,9 @@ def recording_meant(
 def note_missing_panoramas(info: Recording, number: int, talk: Talk) -> None:
     """Notes the requests of a recording that are left out, as its drafts have not read them: a
     server adds some all the time."""
-    if number < info.n_requests:
+    if number < info.n_texts:
         talk.tell(
-            f"left out: {info.n_requests - number} of {info.n_requests} requests, which lack "
+            f"left out: {info.n_texts - number} of {info.n_texts} requests, which lack "
             f"panoramas; `record --resume {info.id}` makes them"
         )
 

@@ -52,8 +52,8 @@ def list_recordings(s: TracesList, talk: Talk) -> Result:
     rows = [info.to_json() for info in recordings]
     shown = [{**row, "drafts": r.shown()} for row, r in zip(rows, recordings, strict=True)]
     columns = (
-        *("id", "pair_id", "source", "state", "n_requests", "n_output_tokens", "drafts"),
-        "created_at",
+        *("id", "pair_id", "source", "state", "n_requests", "n_texts", "n_output_tokens"),
+        *("drafts", "created_at"),
     )
     return listed("recordings", rows, Table(shown, columns, "recordings"))
 

@@ -155,7 +155,7 @@ def native_bench(
     recording.add(PanoramaSpec(pair.chain_drafts, options.gamma_max))
     opened = recording.open(pair.chain_drafts)
     recorded_s = clock() - began
-    if len(opened.ordinals) != opened.info.n_requests:  # some are damaged
+    if len(opened.ordinals) != opened.info.n_texts:  # some are damaged
         whole = opened.trace.trajectories
         parts = recorded_parts(store, name, opened.ordinals)
         tell_power(options, [t.category for t in whole], parts, opened.trace.conversations)

@@ -37,7 +37,7 @@ def recording_named(
     for another pair's or engine's."""
     if name == "latest" and (pair is not None or engine is not None):
         of_pair = store.list_recordings(None if pair is None else pair.id)
-        of_engine = [i for i in of_pair if engine in (None, i.engine) and i.n_requests]
+        of_engine = [i for i in of_pair if engine in (None, i.engine) and i.n_texts]
         latest = next((i for i in of_engine if i.source not in NO_TRAFFIC), None)
         if latest is not None:
             return latest

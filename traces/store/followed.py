@@ -26,8 +26,6 @@ from spectune.traces.tables import (
 
 BATCH = 500
 """Requests that one transaction forgets."""
-Figures = dict[str, dict[str, dict[str, float]]]
-"""Sums over requests whose texts are not stored, by category and policy id."""
 
 
 class Place(NamedTuple):
@@ -53,7 +51,6 @@ class Arrivals:
 
     requests: Sequence[Arrived] = ()
     recordings: Mapping[str, Asked] = field(default_factory=dict)
-    figures: Figures = field(default_factory=dict)
     skipped: int = 0
 
 
@@ -78,7 +75,7 @@ class Followed(Storage):
     ) -> FollowedServer:
         """The row of a boot, which is stored where there is none yet."""
         values = {"boot": boot, "pair_id": pair_id, "engine": dict(engine), "file": 0, "bytes": 0}
-        values |= {"requests": 0, "skipped": 0, "recordings": {}, "figures": {}}
+        values |= {"requests": 0, "skipped": 0, "recordings": {}}
         values |= {"deployment": deployment, "node": node, "place": place, "models": dict(models)}
         with self.database.write() as session:
             insert_absent(session, FollowedServer, {**values, "created_at": self.clock()})
@@ -129,7 +126,6 @@ class Followed(Storage):
             if rows:
                 session.execute(insert(session, Trajectory.__table__), rows)
             row.recordings, row.requests = names, number
-            row.figures = added(row.figures, arrivals.figures)
             row.skipped += arrivals.skipped
             row.file, row.bytes = end
             return row
@@ -196,21 +192,10 @@ class Followed(Storage):
 
     def _bytes(self, session: Session, names: Collection[str]) -> int:
         t, p = Trajectory, Panorama
-        texts = func.sum(func.length(t.tokens) + func.coalesce(func.length(t.steps), 0))
+        texts = func.sum(_length(t.tokens) + _length(t.steps))
         of_texts = session.scalar(select(texts).where(t.recording_id.in_(names)))
         tries = select(func.sum(func.length(p.trie))).where(p.recording_id.in_(names))
         return int(of_texts or 0) + int(session.scalar(tries) or 0)
-
-
-def added(figures: Figures, further: Figures) -> Figures:
-    """The sums of both."""
-    total = {name: {p: dict(sums) for p, sums in of.items()} for name, of in figures.items()}
-    for name, policies in further.items():
-        for policy, sums in policies.items():
-            into = total.setdefault(name, {}).setdefault(policy, {})
-            for key, value in sums.items():
-                into[key] = into.get(key, 0) + value
-    return total
 
 
 def _request_bytes() -> Any:
@@ -221,4 +206,9 @@ def _request_bytes() -> Any:
         .where(p.recording_id == t.recording_id, p.ordinal == t.ordinal)
         .scalar_subquery()
     )
-    return func.length(t.tokens) + func.coalesce(func.length(t.steps), 0) + tries
+    return _length(t.tokens) + _length(t.steps) + tries
+
+
+def _length(blob: Any) -> Any:
+    """The bytes of a column, 0 where nothing is stored."""
+    return func.coalesce(func.length(blob), 0)

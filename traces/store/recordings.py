@@ -73,8 +73,8 @@ class Recordings(Storage):
             return counted(session, session.scalars(query).all())
 
     def recorded_since(self, pair_id: str, since: datetime) -> tuple[Recorded, ...]:
-        """Every request of a pair's traffic stored at ``since`` or later, oldest first; a copy of
-        it that was gathered is no more traffic.
+        """Every request of a pair's traffic that has a text and was stored at ``since`` or later,
+        oldest first; a copy of it that was gathered is no more traffic.
 
         It goes by the request's moment and not the recording's: serving appends to one recording
         for days.
@@ -84,7 +84,7 @@ class Recordings(Storage):
             select(t.recording_id, t.ordinal, t.sampling, t.verifier)
             .join(Recording, Recording.id == t.recording_id)
             .where(Recording.pair_id == pair_id, Recording.source.not_in(NO_TRAFFIC))
-            .where(t.created_at >= since)
+            .where(t.created_at >= since, t.tokens.is_not(None))
             .order_by(t.created_at, t.recording_id, t.ordinal)
         )
         with self.database.read() as session:
@@ -151,13 +151,21 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(query))
 
+    def text_ordinals(self, recording: str) -> tuple[int, ...]:
+        """The ordinals of the requests that have a text, damaged ones too, in order."""
+        t = Trajectory
+        query = select(t.ordinal).where(t.recording_id == recording, t.tokens.is_not(None))
+        with self.database.read() as session:
+            return tuple(session.scalars(query.order_by(t.ordinal)))
+
     def request_parts(self, recording: str, deal: Deal) -> dict[int, str]:
-        """The part of every request by ordinal, in order; of damaged ones too. Those that have none
-        yet are given the parts that ``deal`` returns for all, in one transaction. Takes the
-        recording as :meth:`get_recording` does."""
+        """The part of every request with a text by ordinal, in order; of damaged ones too. Those
+        that have none yet are given the parts that ``deal`` returns for all, in one transaction.
+        Takes the recording as :meth:`get_recording` does."""
         t = Trajectory
         name = self.resolve_recording(recording)
-        dealt = select(t.ordinal, t.part).where(t.recording_id == name).order_by(t.ordinal)
+        dealt = select(t.ordinal, t.part).order_by(t.ordinal)
+        dealt = dealt.where(t.recording_id == name, t.tokens.is_not(None))
         with self.database.read() as session:
             stored = session.execute(dealt).all()
         parts = {ordinal: part for ordinal, part in stored if part is not None}
@@ -221,16 +229,15 @@ class Recordings(Storage):
     def missing_panoramas(
         self, recording: str, draft: str, gamma_max: int, width: int = 1, depth: int = 1
     ) -> tuple[int, ...]:
-        """Ordinals whose trajectory has no panorama of this draft that holds at least as much, in
+        """Ordinals of texts without a panorama of this draft that holds at least as much, in
         order."""
-        every = self.recorded_ordinals(recording)
         with self.database.read() as session:
             have = {
                 ordinal
                 for ordinal, *extent in session.execute(_extents(recording, draft))
                 if all(map(ge, extent, (gamma_max, width, depth)))
             }
-        return tuple(sorted(every - have))
+        return tuple(n for n in self.text_ordinals(recording) if n not in have)
 
     def load(
         self,
@@ -241,7 +248,8 @@ class Recordings(Storage):
         ordinals: Collection[int] | None = None,
         skip_corrupted: bool = False,
     ) -> LoadedRecording:
-        """A recording in memory, named as :meth:`get_recording` takes it.
+        """A recording in memory, named as :meth:`get_recording` takes it, of the requests that
+        have a text.
 
         It has the panoramas of ``drafts`` (all by default) and, if ``steps``, the executed rounds;
         of ``ordinals`` alone where they are given. A damaged blob raises
@@ -262,11 +270,12 @@ class Recordings(Storage):
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
     ) -> Iterator[RecordedRequest]:
-        """The requests in order, a batch in memory at a time. Damaged blobs raise, or go to
-        ``skipped`` if it is given."""
+        """The requests that have a text, in order, a batch in memory at a time. Damaged blobs
+        raise, or go to ``skipped`` if it is given."""
         t, p = Trajectory, Panorama
-        chosen = sorted(self.recorded_ordinals(recording) if ordinals is None else ordinals)
-        texts = select(t).where(t.recording_id == recording).order_by(t.ordinal)
+        chosen = self.text_ordinals(recording) if ordinals is None else sorted(ordinals)
+        texts = select(t).where(t.recording_id == recording, t.tokens.is_not(None))
+        texts = texts.order_by(t.ordinal)
         tries = select(p).where(p.recording_id == recording).order_by(p.draft)
         if steps:
             texts = texts.options(undefer(t.steps))
@@ -306,10 +315,13 @@ class Recordings(Storage):
 def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     """The recordings, with the counts of what they hold, in two queries however many there are."""
     t, p, ids = Trajectory, Panorama, [recording.id for recording in recordings]
-    sums = select(t.recording_id, func.count(), func.sum(t.n_output)).group_by(t.recording_id)
+    texts = func.count().filter(t.tokens.is_not(None))
+    sums = select(t.recording_id, func.count(), texts, func.sum(t.n_output))
     requests = {
-        name: (count, int(tokens))
-        for name, count, tokens in session.execute(sums.where(t.recording_id.in_(ids)))
+        name: (count, with_text, int(tokens))
+        for name, count, with_text, tokens in session.execute(
+            sums.where(t.recording_id.in_(ids)).group_by(t.recording_id)
+        )
     }
     least = (func.min(column) for column in (p.gamma_max, p.width, p.depth))
     extents = select(p.recording_id, p.draft, func.count(), *least).order_by(p.draft)
@@ -319,7 +331,8 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
     for name, draft, *extent in session.execute(by_draft):
         drafts.setdefault(name, {})[draft] = Extent(*extent)
     for recording in recordings:
-        recording.n_requests, recording.n_output_tokens = requests.get(recording.id, (0, 0))
+        of = requests.get(recording.id, (0, 0, 0))
+        recording.n_requests, recording.n_texts, recording.n_output_tokens = of
         recording.drafts = drafts.get(recording.id, {})
     return tuple(recordings)
 
@@ -364,8 +377,12 @@ _OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens",
 
 
 def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
-    """A decoded request's columns, with its rounds and the sums of them."""
+    """A decoded request's columns, with its rounds and the sums of them. One without a text says
+    how long its prompt and its output are."""
     t = trajectory
+    lengths = t.n_prompt, t.n_output
+    if t.tokens is not None:
+        lengths = len(t.prompt_ids), len(t.output_ids)
     by_policy = {}
     for policy in sorted({s.policy for s in steps}):
         rounds = [s for s in steps if s.policy == policy]
@@ -377,8 +394,7 @@ def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[st
     total = {name: value for name, value in sums_of(steps).items() if name in columns}
     return {
         **{name: getattr(t, name) for name in (*_OF_REQUEST, "verifier", "stop_strings")},
-        "n_prompt": len(t.prompt_ids),
-        "n_output": len(t.output_ids),
+        **dict(zip(("n_prompt", "n_output"), lengths, strict=True)),
         **total,
         "by_policy": by_policy,
         "steps": tuple(steps) or None,
