@@ -80,7 +80,9 @@ class Agent:
             return {}
         return document
 
-    def write_requests(self, requests: Iterable[RecordedRequest], name: str = "r") -> None:
+    def write_requests(
+        self, requests: Iterable[RecordedRequest], name: str = "r", **further: Any
+    ) -> None:
         """Lines of requests as they were served, each with the id of its ordinal after a name."""
         self.write(0)
         with self.file.open("a") as file:
@@ -93,6 +95,6 @@ class Agent:
                 line = self.line(
                     id=f"{name}{r.ordinal}", prompt=encoded(text.prompt_ids.tolist()),
                     output=encoded(text.output_ids.tolist()), arrived=r.steps[0].arrived_s,
-                    ended=last.ended_s, max_tokens=text.max_new_tokens, rounds=rounds,
+                    ended=last.ended_s, max_tokens=text.max_new_tokens, rounds=rounds, **further,
                 )  # fmt: skip
                 file.write(json.dumps(line) + "\n")

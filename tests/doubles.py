@@ -50,6 +50,7 @@ class FakeVllm(ThreadingHTTPServer):
     way at one time."""
 
     daemon_threads = True
+    request_queue_size = 128  # as many connections may come at once
 
     def __init__(
         self,

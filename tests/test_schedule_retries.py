@@ -100,10 +100,11 @@ class Killed(TraceStore):
     left = 3
 
     def iterate(self, *arguments: Any, **how: Any) -> Iterator[RecordedRequest]:
-        if not self.left:
-            raise SystemExit("gather")
-        self.left -= 1
-        return super().iterate(*arguments, **how)
+        for request in super().iterate(*arguments, **how):
+            if not self.left:
+                raise SystemExit("gather")
+            self.left -= 1
+            yield request
 
 
 def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
@@ -122,6 +123,26 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     assert said == [
         "recorded traffic has 11 requests: this takes a sample of 6 (`tune --limit` says how many)"
     ]
+
+
+class Counting(TraceStore):
+    """Counts the requests whose contents are read."""
+
+    contents = 0
+
+    def iterate(self, *arguments: Any, **how: Any) -> Iterator[RecordedRequest]:
+        for request in super().iterate(*arguments, **how):
+            Counting.contents += 1
+            yield request
+
+
+def test_to_choose_a_sample_reads_no_other_contents(store: TraceStore, pair: LoadedPair) -> None:
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
+    served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
+    store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(90)])
+    gather(Counting(store.database), pair.id, HOUR, 6, key="slot")
+    assert Counting.contents == 6
+    Counting.contents = 0
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)

@@ -349,14 +349,19 @@ def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: R
     for i in range(4):
         then = TraceStore(store.database, clock=partial(add, start, timedelta(hours=i)))
         then.append_trajectory(begun.id, i, a_trajectory(i))
-    late = store.recorded_since(PAIR, start + timedelta(hours=2))
-    assert [r[:2] for r in late] == [(begun.id, 2), (begun.id, 3)]
-    assert store.recorded_since("nobody", start) == ()
+    since = start + timedelta(hours=2)
+    (late,) = store.traffic_since(PAIR, since)
+    assert (late.recording.id, late.requests, late.texts) == (begun.id, 2, 2)
+    assert late.ended_at == start + timedelta(hours=3)
+    keys = [key[:2] for key in store.request_keys([begun.id], since)]
+    assert keys == [(begun.id, 3), (begun.id, 2)]
+    assert [*store.request_keys([begun.id], start, last=1)] == [(begun.id, 3, late.ended_at)]
+    assert store.traffic_since("nobody", start) == ()
     assert [r.id for r in store.list_recordings(PAIR, state="recording")] == [begun.id]
     profiled = store.create_recording(Asked(PAIR, None, GREEDY, 8, source=DESIGNED))
     store.append_trajectory(profiled.id, 0, a_trajectory(0))
     # What a profile served is no traffic.
-    assert store.recorded_since(PAIR, start + timedelta(hours=2)) == late
+    assert store.traffic_since(PAIR, since) == (late,)
     assert store.resolve_recording("latest") == begun.id
     assert store.list_recordings(state="complete") == ()
 

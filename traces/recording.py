@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,16 @@ class Asked:
     source: str = "record"
 
 
+class ServedRequest(NamedTuple):
+    """A request as its server noted it, whether its text is stored or not: where it is stored, the
+    tokens of its prompt, and its rounds."""
+
+    recording: str
+    ordinal: int
+    n_prompt: int
+    steps: tuple[Step, ...]
+
+
 @dataclass(frozen=True)
 class RecordedRequest:
     """One request of a recording: its place, its trajectory, a panorama per draft, and the rounds
@@ -40,6 +50,11 @@ class RecordedRequest:
     trajectory: Trajectory
     panoramas: Mapping[str, Panorama] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.trajectory.prompt_ids)
 
     def after_first(self) -> RecordedRequest:
         """The same from the second token on, its first read as a part of the prompt; without

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field, fields, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -120,6 +120,12 @@ class Recording(Value):
         say."""
         return device_name(str(self.options.get("device", "")), self.options.get("hardware"))
 
+    @property
+    def start(self) -> str:
+        """What it has in common with the recordings of other samplings that are of the same start
+        of a server, which is followed; of others their id."""
+        return str(self.options.get("boot", self.id)) if self.source == "serve" else self.id
+
     def shown(self) -> str:
         """Each draft, what its panoramas hold, and of how many requests if not of all."""
         parts = []
@@ -173,6 +179,12 @@ class Trajectory(Value):
     part: Mapped[str | None] = mapped_column(String(1), init=False, compare=False)
     confirmations: Mapped[int] = mapped_column(insert_default=0, init=False, compare=False)
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
+
+    def without_text(self) -> Trajectory:
+        """The request without its text."""
+        request = replace(self, tokens=None, stop_strings=())
+        request.n_prompt, request.n_output = self.n_prompt, self.n_output
+        return request
 
     @property
     def prompt_ids(self) -> Int32Array:

@@ -72,7 +72,7 @@ class RunningServer(Running):
         status = self.status()
         if status.refused is not None and not status.refused.version:
             raise EngineError(f"{folder}: the agent is off: {status.refused.reason}")
-        self._described = status.engine
+        self._described, self.boot = status.engine, status.boot
         self._client = client_of(address)
         self.model = self._served_model()
         self.version, self.serving = status.engine.engine_version, status.engine.serving

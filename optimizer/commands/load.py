@@ -57,7 +57,7 @@ def simulate_under_load(
         "server_draft": draft,
         "loads": loads,
     }
-    note_missing_panoramas(info, len(bench.trace.order), talk)
+    note_missing_panoramas(info, len(bench.ordinals), talk)
     _tell_costs(bench, talk)
     shares = {name: bench.costs.beyond(draft, one.batches) for name, one in simulated.items()}
     _tell_extrapolated(bench, shares, talk)

@@ -108,7 +108,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
             return replace(result, text=text, data=data)
         tuned = run_tuning(store, bench, place, options, progress=talk.progress)
     if isinstance(bench, LoadBench):
-        note_missing_panoramas(bench.info, len(bench.trace.order), talk)
+        note_missing_panoramas(bench.info, len(bench.ordinals), talk)
     page, failed = page_of(store, tuned.study, s.db, s.report, talk.tell)
     result = tuning_result(tuned)
     data = {**result.data, "report": page}
@@ -165,7 +165,7 @@ def on_engine(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
     limit: dict[str, Any] = {"limit": s.requests.limit, "unit": s.load.unit, "tell": talk.tell}
     objective = objective_of(s.load)
     simulated = engine_bench(store, info, [], s.load.arrivals or "recorded", objective, **limit)
-    note_missing_panoramas(info, len(simulated.trace.order), talk)
+    note_missing_panoramas(info, len(simulated.ordinals), talk)
     how: dict[str, Any] = {"seed": s.search.seed, "progress": talk.progress}
     if s.serve and spec is not None:
         quiet_transformers(talk)
@@ -191,7 +191,7 @@ def on_server(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
         if sent:
             info = _send(store, server, s, talk)
         else:
-            info = _recorded(store, server.spec, s, talk, account, VLLM.name)
+            info = _recorded(store, server.spec, s, talk, account, VLLM.name, server.boot)
         with dask_workers(s.workers):
             models = partial(account.load, s, server.spec, talk, drafts=[server.draft])
             record_draft(store, server, info, models, progress=talk.progress)
@@ -230,13 +230,15 @@ def _recorded(
     talk: Talk,
     account: Account,
     engine: str | None = None,
+    boot: str = "",
 ) -> Recording:
-    """The recording of a pair that is named, or a new one of what was decoded ``since``."""
+    """The recording of a pair that is named, or a new one of what was decoded ``since``, by the
+    server of a ``boot`` where it is named."""
     if s.since is None:
         info = recording_named(store, s.recording or "latest", pair=spec, engine=engine)
     else:
-        how: dict[str, Any] = {"key": account.key, "engine": engine, "tell": talk.tell}
-        info = sample_since(store, spec.id, s.since, s.requests.limit, **how)
+        how: dict[str, Any] = {"key": account.key, "engine": engine, "boot": boot}
+        info = sample_since(store, spec.id, s.since, s.requests.limit, tell=talk.tell, **how)
     if info.state != "complete" and info.workload_id is not None:
         talk.tell(
             f"recording {info.id} was never finished: tuning on the {info.n_requests} requests it "

@@ -16,7 +16,7 @@ from spectune.optimizer.simulate.chain_tables import Index
 from spectune.settings import LoadSettings
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import RecordedRequest
+from spectune.traces.recording import RecordedRequest, ServedRequest
 from spectune.traces.schema import quantiles
 
 GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
@@ -24,7 +24,7 @@ GRAMMAR: Final = "FILE, FILE@RATE, recorded, poisson:RATE or clients:N"
 
 def loads_of(
     arrivals: str,
-    requests: Sequence[RecordedRequest],
+    requests: Sequence[RecordedRequest | ServedRequest],
     count: int,
     limit: int | None = None,
     *,
@@ -84,7 +84,7 @@ def _numbers(text: str, arrivals: str, *, integers: bool = False) -> list[float]
     return numbers
 
 
-def recorded_arrivals(requests: Sequence[RecordedRequest]) -> FloatArray:
+def recorded_arrivals(requests: Sequence[RecordedRequest | ServedRequest]) -> FloatArray:
     """When the requests of a recording reached its engine. Raises TraceError where that was not
     recorded."""
     moments = [r.steps[0].arrived_s if r.steps else 0.0 for r in requests]

@@ -20,7 +20,7 @@ from spectune.optimizer.simulate.step_costs import (
 )
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError, TraceError
-from spectune.traces.recording import RecordedRequest
+from spectune.traces.recording import RecordedRequest, ServedRequest
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Recording
 
@@ -29,7 +29,7 @@ FITTED_STEPS: Final = 6000
 LEAST_STEPS: Final = 30
 """Fewer steps tell nothing."""
 POOLED: Final = 64
-"""Most recordings of an engine that its costs are fitted to, the newest."""
+"""Most starts of an engine that its costs are fitted to, its own and the newest."""
 
 ServedStep = tuple[StepLoad, float]
 """A step as it was served, and the seconds from the end of the one before to its own."""
@@ -50,17 +50,19 @@ class _Round(NamedTuple):
     draft: str
 
 
-def served_steps(requests: Sequence[RecordedRequest], rules: ServingRules) -> list[ServedStep]:
-    """The steps of a recording, put together from the rounds that ended at one moment.
+def served_steps(
+    requests: Sequence[RecordedRequest | ServedRequest], rules: ServingRules
+) -> list[ServedStep]:
+    """The steps of one server, put together from the rounds that ended at one moment.
 
-    Left out are steps of which less than a half of the requests was recorded, prompts that were
-    read in chunks, and steps after which nobody went on, as what they drafted is not known. What is
-    not recorded of a step counts like the rest of it.
+    Left out are steps of which less than a half of the requests was noted, prompts that were read
+    in chunks, and steps after which nobody went on, as what they drafted is not known. What is not
+    noted of a step counts like the rest of it.
     """
     rounds: dict[float, list[_Round]] = {}
     drafts: Counter[str] = Counter()
     for r in requests:
-        prompt = len(r.trajectory.prompt_ids)
+        prompt = r.n_prompt
         draft = next((s.draft for s in r.steps if s.draft), "")
         drafts[draft] += 1
         for before, s, after in zip((None, *r.steps), r.steps, (*r.steps[1:], None), strict=False):
@@ -199,23 +201,29 @@ def _made_by(info: Recording) -> tuple[Any, ...]:
 
 def costs_of_engine(store: TraceStore, info: Recording) -> ServedCosts:
     """The costs of the engine of a recording, from all its recordings of this pair, of the same
-    version, hardware and numbers.
+    version, hardware and numbers; steps are put together of each start of a server by itself.
 
     Raises TraceError where too few steps were recorded with their times.
     """
-    recordings = [i for i in store.list_recordings(info.pair_id) if i.engine == info.engine]
-    same = [i for i in recordings if _made_by(i) == _made_by(info)]
+    every = store.list_recordings(info.pair_id, with_counts=False)
+    recordings = [i for i in every if i.engine == info.engine]
+    starts: dict[str, list[Recording]] = {str(info.options.get("boot", info.id)): []}
+    for recording in recordings:
+        if _made_by(recording) == _made_by(info) and recording.source != "gathered":
+            starts.setdefault(recording.start, []).append(recording)
+    pooled = [*filter(None, starts.values())][:POOLED]
+    if not pooled:
+        pooled = [[info]]  # a copy of what was removed since
     hardware = info.options.get("hardware")
-    every = {str(i.options["hardware"]) for i in recordings if "hardware" in i.options}
-    elsewhere = "; ".join(sorted(every - {hardware}))
+    named = {str(i.options["hardware"]) for i in recordings if "hardware" in i.options}
+    elsewhere = "; ".join(sorted(named - {hardware}))
     served_by = f"`profile --engine {info.engine}`"
     if hardware and elsewhere:
         served_by += f"; on {hardware}, as steps on {elsewhere} tell nothing of it"
     steps: list[ServedStep] = []
-    for recording in same[:POOLED]:
-        requests = store.load(recording.id, (), steps=True, skip_corrupted=True).requests
-        rules = rules_of(recording.engine, recording.options.get("serving"))
-        steps += served_steps(requests, rules)
+    for of_start in pooled:
+        rules = rules_of(info.engine, of_start[0].options.get("serving"))
+        steps += served_steps(store.served_requests([i.id for i in of_start]), rules)
     device = str(info.options.get("device", "cpu"))
     dtype = str(info.options.get("dtype", ""))
     return fit_served(steps, info.pair_id, device, dtype, served_by)

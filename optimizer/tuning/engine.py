@@ -31,7 +31,7 @@ from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.traces.conversations import Index
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError
-from spectune.traces.recording import RecordedRequest
+from spectune.traces.recording import ServedRequest
 from spectune.traces.schema import Counts, Outcome, RequestOutcome, Tokens, latency_json
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording, Trajectory
@@ -403,13 +403,18 @@ def engine_bench(
     costs = costs_of_engine(store, info)
     replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
     opened = open_trace(store, info.id, replayed)
-    trace, requests = opened.trace, list[RecordedRequest]()
+    trace, requests = opened.trace, list[ServedRequest]()
     fit, search, *rest = recorded_parts(store, info.id, opened.ordinals)
     parts = Parts([], sorted([*fit, *search]), *rest)  # nothing is fitted to these
     if arrivals.partition("@")[0] == "recorded":
-        requests += store.load(info.id, (), steps=True, ordinals=opened.ordinals).requests
-        # They are stored in the order in which they ended.
-        trace = trace.select(np.argsort(recorded_arrivals(requests), kind="stable"))
+        requests = arrived_requests(store, info)
+        texts, number = texts_of(requests, info, opened.ordinals)
+        trace = trace.select(texts)
+        if number:
+            tell(
+                f"{number} of the {len(requests)} requests that arrived have no text here, as it "
+                "is not stored, was sampled otherwise or lacks panoramas: each is served another's"
+            )
     count = limit or len(trace.order)
     of_file = list[str]()  # what is wrong with it is said before anything else
     loads = loads_of(arrivals, requests, count, limit, unit=unit, tell=of_file.append)
@@ -422,6 +427,29 @@ def engine_bench(
     unserved = tuple(draft for draft in drafts if draft not in costs.drafts)
     about = info, engine, rules, costs, trace, parts, loads, objective
     return EngineBench(*about, count, opened.ordinals, unserved)
+
+
+def arrived_requests(store: TraceStore, info: Recording) -> list[ServedRequest]:
+    """All requests that the server of a recording was sent, of every sampling, whether their texts
+    are stored or not, in the order of their arrival. Raises TraceError where that was not
+    recorded."""
+    recordings = store.list_recordings(info.pair_id, with_counts=False)
+    requests = store.served_requests([i.id for i in recordings if i.start == info.start])
+    # They are stored in the order in which they ended.
+    order = np.argsort(recorded_arrivals(requests), kind="stable")
+    return [requests[n] for n in order]
+
+
+def texts_of(
+    requests: Sequence[ServedRequest], info: Recording, ordinals: Sequence[int]
+) -> tuple[Index, int]:
+    """The number of the text, among those of a recording with these ``ordinals``, that each request
+    is served, int64 [requests], and how many have none: theirs are drawn from all, always the
+    same."""
+    place = {(info.id, ordinal): n for n, ordinal in enumerate(ordinals)}
+    own = np.array([place.get((r.recording, r.ordinal), -1) for r in requests], np.int64)
+    drawn = np.random.default_rng(0).integers(len(ordinals), size=len(requests))
+    return np.where(own < 0, drawn, own), int((own < 0).sum())
 
 
 def constant(draft: str, gamma: int) -> Policy:

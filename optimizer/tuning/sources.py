@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from spectune.optimizer.report.words import EVIDENCE
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.recordings import Appended, Recorded
+from spectune.traces.store.recordings import RequestKey, Traffic
 from spectune.traces.tables import NO_TRAFFIC, Recording
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 SAMPLE = 200
 """Requests taken of recorded traffic unless somebody says otherwise."""
+MOST_ARRIVALS = 5000
+"""Most requests of a server whose arrivals and batches go with a sample, the last."""
 Tell = Callable[[str], None]
 
 
@@ -60,18 +63,56 @@ def recording_named(
     return info
 
 
-def of_one_sampling(requests: Sequence[Recorded], tell: Tell = lambda line: None) -> list[Recorded]:
-    """Returns the requests of one temperature, filters and verifier, as a policy is tuned for: the
-    most common, of equals the latest. Calls ``tell`` with a line on that where there are others."""
-    numbers = Counter(_decoded_by(r) for r in reversed(requests))
-    sampling, number = numbers.most_common(1)[0]
-    chosen = [r for r in requests if _decoded_by(r) == sampling]
-    if number < len(requests):
-        settings = tuned_for(chosen[-1].sampling, chosen[-1].verifier).items()
+def of_one_sampling(traffic: Sequence[Traffic], tell: Tell = lambda line: None) -> list[Traffic]:
+    """Returns what is of one temperature, filters and verifier, as a policy is tuned for: what the
+    most texts have, of equals the latest. Calls ``tell`` with a line on that where there are
+    others."""
+    texts = Counter[tuple[object, ...]]()
+    for row in traffic:
+        texts[_decoded_by(row.recording)] += row.texts
+    sampling, number = texts.most_common(1)[0]
+    chosen = [row for row in traffic if _decoded_by(row.recording) == sampling]
+    if number < texts.total():
+        latest = chosen[0].recording
+        settings = tuned_for(latest.sampling, latest.verifier).items()
         shown = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in settings)
         tell(
-            f"recorded traffic has {len(numbers)} samplings; this takes the most common, {shown}: "
-            f"{number} of {len(requests)} requests"
+            f"recorded traffic has {len(texts)} samplings; this takes the most common, {shown}: "
+            f"{number} of {texts.total()} requests"
+        )
+    return chosen
+
+
+def of_one_server(
+    store: TraceStore, traffic: Sequence[Traffic], boot: str = "", tell: Tell = lambda line: None
+) -> list[Traffic]:
+    """Returns what one server was sent, as a policy is tuned for the load of a server and not for
+    that of all replicas: of those with texts the one of this ``boot``, else the one with the most
+    requests. Calls ``tell`` with a line on that where there are others."""
+    names = store.server_names({boot, *(row.recording.start for row in traffic)})
+
+    def place_of(start: str) -> str:
+        return names.get(start, (start, ""))[0]
+
+    servers: dict[str, list[Traffic]] = {}
+    for row in traffic:
+        servers.setdefault(place_of(row.recording.start), []).append(row)
+    number = {
+        place: sum(row.requests for row in rows)
+        for place, rows in servers.items()
+        if any(row.texts for row in rows)
+    }
+    if not number:
+        return []
+    is_own = place_of(boot) in number
+    place = place_of(boot) if is_own else max(number, key=lambda place: number[place])
+    chosen = servers[place]
+    if len(servers) > 1:
+        start = chosen[0].recording.start
+        tell(
+            f"recorded traffic is of {len(servers)} servers: this takes that of "
+            f"{'this one' if is_own else 'the busiest'}, {names.get(start, ('', start))[1]}: "
+            f"{number[place]} of {sum(row.requests for row in traffic)} requests"
         )
     return chosen
 
@@ -87,14 +128,15 @@ def traffic_since(
     """What the pair and the engine of a recording decoded ``since`` a moment, of whatever
     recording, as one in memory, oldest first, with the panoramas of ``drafts``. Raises TraceError
     where that is nothing."""
-    names = {i.id for i in store.list_recordings(info.pair_id) if i.engine == info.engine}
-    recorded = [r for r in store.recorded_since(info.pair_id, since) if r.recording in names]
+    traffic = store.traffic_since(info.pair_id, since)
+    recorded = [row for row in traffic if row.recording.engine == info.engine and row.texts]
     if not recorded:
         raise TraceError(
             f"nothing was recorded with pair {info.pair_id} on {info.engine} since "
             f"{since:%Y-%m-%d %H:%M} UTC"
         )
-    keys = [(r.recording, r.ordinal) for r in of_one_sampling(recorded, tell)]
+    names = [row.recording.id for row in of_one_sampling(recorded, tell)]
+    keys = [(key.recording, key.ordinal) for key in store.request_keys(names, since)][::-1]
     requests: dict[tuple[str, int], RecordedRequest] = {}
     skipped: list[Skipped] = []
     for name, group in groupby(sorted(keys), itemgetter(0)):
@@ -114,16 +156,17 @@ def sample_since(
     *,
     key: str | None = None,
     engine: str | None = None,
+    boot: str = "",
     tell: Tell = lambda line: None,
 ) -> Recording:
     """A recording of a sample (:func:`gather`) of what was decoded ``since``. Without a ``key`` one
     that was made for the same words is used again until a tuning of the pair has ended."""
     if key is None:
-        words = f"since {since} limit {limit} engine {engine}"
+        words = f"since {since} limit {limit} engine {engine} {boot}".strip()
         ended = {artifact.provenance.get("study") for artifact in store.list_artifacts(EVIDENCE)}
         done = {study.recording_id for study in store.list_studies(pair_id) if study.id in ended}
         key = f"{words} #{len(done)}"
-    name = gather(store, pair_id, since, limit, key=key, engine=engine, tell=tell)
+    name = gather(store, pair_id, since, limit, key=key, engine=engine, boot=boot, tell=tell)
     return store.get_recording(name)
 
 
@@ -135,31 +178,36 @@ def gather(
     *,
     key: str,
     engine: str | None = None,
+    boot: str = "",
     tell: Tell = lambda line: None,
 ) -> str:
     """Stores a recording of what a pair decoded ``since`` a moment or so long ago, a random
     ``sample`` of the requests that are :func:`of_one_sampling` (None: :data:`SAMPLE`), with their
-    rounds and panoramas; its id. Of an ``engine`` that is named the last of its requests: they
-    arrived as they did. ``tell`` is told how many were left out.
+    rounds and panoramas; its id. Of an ``engine`` that is named the last of the requests of one
+    server (:func:`of_one_server`, which takes ``boot``), and without their texts all others that it
+    was sent meanwhile: they arrived as they did, in the batches that they were in. ``tell`` is told
+    how many were left out.
 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
     nothing was recorded, or only what an engine sampled, which nothing decodes again here.
     """
-    complete = store.list_recordings(pair_id, state="complete")
+    complete = store.list_recordings(pair_id, state="complete", with_counts=False)
     ready = next((r for r in complete if r.options.get("gathered") == key), None)
     if ready is not None:
         return ready.id
     moment = store.clock() - since if isinstance(since, timedelta) else since
-    traffic = store.recorded_since(pair_id, moment)
+    traffic: Sequence[Traffic] = store.traffic_since(pair_id, moment)
+    served: Sequence[Traffic] = ()
     if engine is not None:
-        names = {i.id for i in store.list_recordings(pair_id) if i.engine == engine}
-        traffic = tuple(r for r in traffic if r.recording in names)
-    ours = [r for r in traffic if engine or r.verifier != "greedy" or r.sampling.greedy]
-    if traffic and not ours:
+        of_engine = [row for row in traffic if row.recording.engine == engine]
+        traffic = served = of_one_server(store, of_engine, boot, tell)
+    texts = [row for row in traffic if row.texts]
+    ours = [row for row in texts if engine or is_ours(row.recording)]
+    if texts and not ours:
         raise TraceError(
-            f"none of the {len(traffic)} requests recorded with pair {pair_id} since "
-            f"{moment:%Y-%m-%d %H:%M} UTC was decoded by a verifier of ours, as an engine's are "
-            "not above temperature 0; `tune --arrivals recorded` tunes for an engine's traffic"
+            f"none of the {sum(row.texts for row in texts)} requests recorded with pair {pair_id} "
+            f"since {moment:%Y-%m-%d %H:%M} UTC was decoded by a verifier of ours, as an engine's "
+            "are not above temperature 0; `tune --arrivals recorded` tunes for an engine's traffic"
         )
     if not ours:
         raise TraceError(
@@ -167,44 +215,95 @@ def gather(
             "`record`, or `run --record`"
         )
     chosen = of_one_sampling(ours, tell)
-    latest, most = chosen[-1], sample or SAMPLE
-    picked = list(range(len(chosen)))[-most:]
-    if engine is None:
-        picked = sorted(np.random.default_rng(0).permutation(len(chosen))[:most].tolist())
-    if len(picked) < len(chosen):
+    number, most = sum(row.texts for row in chosen), sample or SAMPLE
+    names = [row.recording.id for row in chosen]
+    if engine is not None:
+        picked = [*store.request_keys(names, moment, last=most)]
+    else:
+        numbers = {*np.random.default_rng(0).permutation(number)[:most].tolist()}
+        keys = enumerate(store.request_keys(names, moment))
+        picked = [key for n, key in keys if number - 1 - n in numbers]
+    if len(picked) < number:
         which = "a sample of" if engine is None else "the last"
         tell(
-            f"recorded traffic has {len(chosen)} requests: this takes {which} {len(picked)} "
+            f"recorded traffic has {number} requests: this takes {which} {len(picked)} "
             "(`tune --limit` says how many)"
         )
-    items: dict[tuple[str, bytes], Appended] = {}
-    panoramas = []
-    damaged: list[Skipped] = []
-    for ordinal, index in enumerate(picked):
-        source, at = chosen[index][:2]
-        for request in store.iterate(source, ordinals=[at], steps=True, skipped=damaged):
-            content = (request.trajectory.request_id, request.trajectory.output_ids.tobytes())
-            if content not in items:
-                items[content] = (ordinal, request.trajectory, request.steps)
-                panoramas += [(ordinal, panorama) for panorama in request.panoramas.values()]
-    for chunk in damaged:
-        tell(f"left out: {chunk}")
-    if not items:
+    first = moment if len(picked) == number else picked[-1].ended_at
+    items = _copied(store, picked, served, first, tell)
+    if not any(request.trajectory.tokens is not None for request in items):
         raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
-    options = {**store.get_recording(latest.recording).options, "gathered": key}
-    longest = max(text.max_new_tokens for _, text, _ in items.values())
+    latest = chosen[0].recording
+    options = {**latest.options, "gathered": key}
+    longest = max(r.trajectory.max_new_tokens for r in items if r.trajectory.tokens is not None)
     asked = Asked(
         pair_id, None, latest.sampling, longest, latest.verifier, options, source="gathered"
     )
     info = store.create_recording(asked)
-    store.append_trajectories(info.id, list(items.values()))
+    store.append_trajectories(
+        info.id, [(n, request.trajectory, request.steps) for n, request in enumerate(items)]
+    )
+    panoramas = [(n, panorama) for n, r in enumerate(items) for panorama in r.panoramas.values()]
     store.put_panoramas(info.id, panoramas)
     store.finish_recording(info.id)
     return info.id
 
 
-def _decoded_by(request: Recorded) -> tuple[object, ...]:
+def _copied(
+    store: TraceStore,
+    picked: Sequence[RequestKey],
+    served: Sequence[Traffic],
+    since: datetime,
+    tell: Tell,
+) -> list[RecordedRequest]:
+    """The requests that were ``picked``, each text once, and of what one server ``served`` all
+    others that ended ``since`` a moment, without their texts; in the order in which they ended. Of
+    more than :data:`MOST_ARRIVALS` the last alone have their rounds."""
+    texts = {(key.recording, key.ordinal) for key in picked}
+    names = [row.recording.id for row in served]
+    has_rounds = dict.fromkeys(picked, not names)
+    if names:
+        last = store.request_keys(names, since, last=MOST_ARRIVALS, with_text=False)
+        has_rounds |= dict.fromkeys(last, True)
+    by_recording: dict[str, list[int]] = {}
+    for key in has_rounds:
+        by_recording.setdefault(key.recording, []).append(key.ordinal)
+    damaged: list[Skipped] = []
+    how: dict[str, Any] = {"steps": True, "skipped": damaged, "with_text": False}
+    found = {
+        (name, request.ordinal): request
+        for name, ordinals in by_recording.items()
+        for request in store.iterate(name, ordinals=ordinals, **how)
+    }
+    items: list[RecordedRequest] = []
+    contents = set[tuple[str, bytes]]()
+    for key in sorted(has_rounds, key=lambda key: (key.ended_at, key.recording, key.ordinal)):
+        place = key.recording, key.ordinal
+        request = found.get(place)
+        if request is None:  # it is damaged, or was forgotten meanwhile
+            continue
+        text = request.trajectory
+        content = (text.request_id, b"" if text.tokens is None else text.output_ids.tobytes())
+        is_copied = place in texts and text.tokens is not None and content not in contents
+        if is_copied:
+            contents.add(content)
+        elif not names:
+            continue
+        else:
+            request = replace(request, trajectory=text.without_text(), panoramas={})
+        items.append(request if has_rounds[key] else replace(request, steps=()))
+    for chunk in damaged:
+        tell(f"left out: {chunk}")
+    return items
+
+
+def is_ours(recording: Recording) -> bool:
+    """Whether a verifier of ours decodes it again."""
+    return recording.verifier != "greedy" or recording.sampling.greedy
+
+
+def _decoded_by(recording: Recording) -> tuple[object, ...]:
     """What a policy is tuned for: all but the seed, and at temperature 0 nothing else matters."""
-    if request.sampling.greedy:
+    if recording.sampling.greedy:
         return (0.0,)
-    return tuple(tuned_for(request.sampling, request.verifier).values())
+    return tuple(tuned_for(recording.sampling, recording.verifier).values())

@@ -95,6 +95,13 @@ class Followed(Storage):
         with self.database.read() as session:
             return tuple(session.scalars(query))
 
+    def server_names(self, boots: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Of boots that were followed the place and the node (:class:`FollowedServer`)."""
+        f = FollowedServer
+        with self.database.read() as session:
+            rows = session.execute(select(f.boot, f.place, f.node).where(f.boot.in_(boots)))
+            return {boot: (place, node) for boot, place, node in rows}
+
     def bring_in(
         self, server: FollowedServer, end: Place, arrivals: Arrivals
     ) -> FollowedServer | None:

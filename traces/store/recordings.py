@@ -18,8 +18,14 @@ from spectune.traces.acceptance import compact, keep_probability, step_survival,
 from spectune.traces.blobs import Damaged
 from spectune.traces.conversations import conversations
 from spectune.traces.errors import TraceError
-from spectune.traces.recording import Asked, LoadedRecording, RecordedRequest, Skipped
-from spectune.traces.schema import SHORTLIST_MARK, Extent, Sampling, Step, Verifier
+from spectune.traces.recording import (
+    Asked,
+    LoadedRecording,
+    RecordedRequest,
+    ServedRequest,
+    Skipped,
+)
+from spectune.traces.schema import SHORTLIST_MARK, Extent, Step, Verifier
 from spectune.traces.store.rows import Storage, insert, newest, require, resolve
 from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorkload, Trajectory
 
@@ -31,13 +37,22 @@ Deal = Callable[[Sequence[tuple[str, int, str | None]]], Sequence[str]]
 it has already."""
 
 
-class Recorded(NamedTuple):
-    """Where a request of some traffic is stored, and how it was decoded."""
+class Traffic(NamedTuple):
+    """What a recording holds of some traffic: how many requests, how many of them with a text, and
+    when the last ended."""
+
+    recording: Recording
+    requests: int
+    texts: int
+    ended_at: datetime
+
+
+class RequestKey(NamedTuple):
+    """Where a request is stored, and when it ended."""
 
     recording: str
     ordinal: int
-    sampling: Sampling
-    verifier: Verifier
+    ended_at: datetime
 
 
 class Recordings(Storage):
@@ -65,30 +80,69 @@ class Recordings(Storage):
             return next(iter(counted(session, session.scalars(query).all())), None)
 
     def list_recordings(
-        self, pair_id: str | None = None, *, state: str | None = None
+        self, pair_id: str | None = None, *, state: str | None = None, with_counts: bool = True
     ) -> tuple[Recording, ...]:
-        """Recordings of a pair and state (each optional), newest first."""
+        """Recordings of a pair and state (each optional), newest first; without ``with_counts``
+        what they hold is not counted."""
         query = newest(Recording, pair_id=pair_id, state=state)
         with self.database.read() as session:
-            return counted(session, session.scalars(query).all())
+            recordings = session.scalars(query).all()
+            return counted(session, recordings) if with_counts else _uncounted(recordings)
 
-    def recorded_since(self, pair_id: str, since: datetime) -> tuple[Recorded, ...]:
-        """Every request of a pair's traffic that has a text and was stored at ``since`` or later,
-        oldest first; a copy of it that was gathered is no more traffic.
+    def traffic_since(self, pair_id: str, since: datetime) -> tuple[Traffic, ...]:
+        """What the recordings of a pair hold of traffic that was stored at ``since`` or later, the
+        latest first; a copy of it that was gathered is no more traffic.
 
-        It goes by the request's moment and not the recording's: serving appends to one recording
+        It goes by the requests' moments and not the recording's: serving appends to one recording
         for days.
         """
-        t = Trajectory
-        query = (
-            select(t.recording_id, t.ordinal, t.sampling, t.verifier)
-            .join(Recording, Recording.id == t.recording_id)
-            .where(Recording.pair_id == pair_id, Recording.source.not_in(NO_TRAFFIC))
-            .where(t.created_at >= since, t.tokens.is_not(None))
-            .order_by(t.created_at, t.recording_id, t.ordinal)
-        )
+        t, r = Trajectory, Recording
+        texts = func.count().filter(t.tokens.is_not(None))
+        sums = select(t.recording_id, func.count(), texts, func.max(t.created_at))
+        sums = sums.join(r, r.id == t.recording_id).group_by(t.recording_id)
+        sums = sums.where(r.pair_id == pair_id, r.source.not_in(NO_TRAFFIC), t.created_at >= since)
         with self.database.read() as session:
-            return tuple(Recorded(*row) for row in session.execute(query))
+            rows = []
+            for name, number, with_text, ended_at in session.execute(sums).all():
+                (recording,) = _uncounted([session.get_one(Recording, name)])
+                rows.append(Traffic(recording, number, with_text, ended_at))
+        return tuple(sorted(rows, key=lambda row: row.ended_at, reverse=True))
+
+    def request_keys(
+        self,
+        recordings: Collection[str],
+        since: datetime,
+        *,
+        last: int | None = None,
+        with_text: bool = True,
+    ) -> Iterator[RequestKey]:
+        """The requests of recordings that were stored at ``since`` or later and have a text, or
+        all where that is not asked for, the latest first, the ``last`` of them; nothing else of
+        them is read."""
+        t = Trajectory
+        query = select(t.recording_id, t.ordinal, t.created_at).limit(last)
+        query = query.where(t.recording_id.in_(recordings), t.created_at >= since)
+        if with_text:
+            query = query.where(t.tokens.is_not(None))
+        query = query.order_by(t.created_at.desc(), t.recording_id.desc(), t.ordinal.desc())
+        with self.database.read() as session:
+            for row in session.execute(query.execution_options(yield_per=1000)):
+                yield RequestKey(*row)
+
+    def served_requests(self, recordings: Collection[str]) -> list[ServedRequest]:
+        """The requests of recordings of which rounds are stored, whether their text is or not, in
+        the order in which they ended. Damaged ones are left out."""
+        t = Trajectory
+        query = select(t.recording_id, t.ordinal, t.n_prompt, t.steps)
+        query = query.where(t.recording_id.in_(recordings), t.steps.is_not(None))
+        query = query.order_by(t.created_at, t.recording_id, t.ordinal)
+        with self.database.read() as session:
+            rows = session.execute(query.execution_options(yield_per=1000))
+            return [
+                ServedRequest(name, ordinal, n_prompt, steps)
+                for name, ordinal, n_prompt, steps in rows
+                if steps is not None and not isinstance(steps, Damaged)
+            ]
 
     def resolve_recording(self, text: str) -> str:
         """The id meant by an id, an unambiguous beginning of one, or ``latest``. Raises
@@ -269,13 +323,16 @@ class Recordings(Storage):
         steps: bool = False,
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
+        with_text: bool = True,
     ) -> Iterator[RecordedRequest]:
-        """The requests that have a text, in order, a batch in memory at a time. Damaged blobs
-        raise, or go to ``skipped`` if it is given."""
+        """The requests that have a text, in order, a batch in memory at a time; without
+        ``with_text`` all of those ``ordinals``. Damaged blobs raise, or go to ``skipped`` if it is
+        given."""
         t, p = Trajectory, Panorama
         chosen = self.text_ordinals(recording) if ordinals is None else sorted(ordinals)
-        texts = select(t).where(t.recording_id == recording, t.tokens.is_not(None))
-        texts = texts.order_by(t.ordinal)
+        texts = select(t).where(t.recording_id == recording).order_by(t.ordinal)
+        if with_text:
+            texts = texts.where(t.tokens.is_not(None))
         tries = select(p).where(p.recording_id == recording).order_by(p.draft)
         if steps:
             texts = texts.options(undefer(t.steps))
@@ -334,6 +391,14 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
         of = requests.get(recording.id, (0, 0, 0))
         recording.n_requests, recording.n_texts, recording.n_output_tokens = of
         recording.drafts = drafts.get(recording.id, {})
+    return tuple(recordings)
+
+
+def _uncounted(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
+    """The recordings, with counts of nothing."""
+    for recording in recordings:
+        recording.n_requests = recording.n_texts = recording.n_output_tokens = 0
+        recording.drafts = {}
     return tuple(recordings)
 
 
