@@ -35,15 +35,15 @@ def recording_named(
     store: TraceStore, name: str, *, pair: PairSpec | None = None, engine: str | None = None
 ) -> Recording:
     """The recording of an id, of the beginning of one, or ``latest``: the newest of the pair and
-    the engine (any, where it is None) that holds requests, and is neither a sample that a tuning
+    the engine (any, where it is None) that holds texts, and is neither a sample that a tuning
     made nor what a profile was measured with. Raises NotFoundError where there is none, TraceError
     for another pair's or engine's."""
     if name == "latest" and (pair is not None or engine is not None):
-        of_pair = store.list_recordings(None if pair is None else pair.id)
-        of_engine = [i for i in of_pair if engine in (None, i.engine) and i.n_texts]
-        latest = next((i for i in of_engine if i.source not in NO_TRAFFIC), None)
-        if latest is not None:
-            return latest
+        for info in store.list_recordings(None if pair is None else pair.id, with_counts=False):
+            if engine in (None, info.engine) and info.source not in NO_TRAFFIC:
+                counted = store.get_recording(info.id)
+                if counted.n_texts:
+                    return counted
         if engine is not None:
             of = "" if pair is None else f" of pair {pair.id} ({pair.name})"
             raise TraceError(
