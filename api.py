@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "tune": (of.Tune, "tune.tune"),
     "fit": (of.Fit, "fit.fit"),
     "report": (of.Report, "report.report"),
-    "status": (of.Status, "status.status"),
+    "status": (of.StatusCommand, "status.status"),
     "generate": (of.Generate, "run.generate"),
     "policies list": (of.PoliciesList, "policies.list_publications"),
     "policies show": (of.PoliciesShow, "policies.show"),

@@ -576,7 +576,7 @@ class Placed(InPlace, OnPair):
     device: DeviceName = setting("auto", "Device that it is in force on: cpu, cuda, cuda:NAME.")
 
 
-class Status(Settings):
+class StatusCommand(Settings):
     """What each deployment runs: the policy in force, since when and why, what it gained when it
     was confirmed, what its traffic has shown since, and what is scheduled."""
 

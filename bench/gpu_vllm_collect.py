@@ -28,7 +28,12 @@ from report import table
 from served_live import DRAFT, PAIR, temporary_folder, windowed
 from verdicts import MET, NOT_MET, NOT_SHOWN, at_least, exactly
 
-from spectune.engines.vllm.folder import Engine, Line, Proposals, parse_line
+from spectune.engines.vllm.folder import (
+    NotedRequest,
+    RetracedRequest,
+    ServerDescription,
+    parse_line,
+)
 from spectune.optimizer.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.simulate.trace import simulate
 from spectune.runtime.loading import LoadedPair
@@ -56,8 +61,8 @@ class Noted(NamedTuple):
     line."""
 
     boot: str
-    engine: Engine
-    line: Line
+    engine: ServerDescription
+    line: NotedRequest
 
     @property
     def text(self) -> Text:
@@ -86,12 +91,12 @@ class Brought:
         found = list[Noted]()
         for text in gzip.decompress(file.read_bytes()).splitlines() if file.exists() else ():
             line = parse_line(text)
-            if isinstance(line, Engine):
+            if isinstance(line, ServerDescription):
                 boot, engine = json.loads(text).get("boot", ""), line
-            elif isinstance(line, Line) and engine is not None:
+            elif isinstance(line, NotedRequest) and engine is not None:
                 found.append(Noted(boot, engine, line))
             else:
-                assert isinstance(line, Proposals)  # of a text that was retraced
+                assert isinstance(line, RetracedRequest)  # of a text that was retraced
         return found
 
     @property

@@ -23,7 +23,7 @@ from spectune.engines.protocol import Answered, ExecutionPlan, Load, Prompt, Run
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.folder import (
     SENT,
-    Line,
+    NotedRequest,
     Status,
     Tail,
     own_policy,
@@ -238,7 +238,7 @@ class RunningServer(Running):
             }
             for n, prompt in enumerate(asked.prompts)
         ]
-        lines, answers = dict[int, Line](), dict[int, list[int]]()
+        lines, answers = dict[int, NotedRequest](), dict[int, list[int]]()
         num_open, progressed = len(requests), time.monotonic()
         with sending(self.complete, requests, asked.load) as sent:
             while num_open:
@@ -264,17 +264,22 @@ class RunningServer(Running):
         """Why the server ended, where that is known."""
         return ""
 
-    def _noted(self, prefix: str) -> dict[int, Line]:
+    def _noted(self, prefix: str) -> dict[int, NotedRequest]:
         """The requests of an execution that the agent has noted since the last look."""
         lines = {}
         for text in self._tail.lines():
-            if prefix.encode() in text and isinstance(line := parse_line(text), Line):
+            if prefix.encode() in text and isinstance(line := parse_line(text), NotedRequest):
                 number = line.id.partition(prefix)[2].partition("-")[0]
                 lines[int(number)] = line
         return lines
 
     def _answer(
-        self, asked: ExecutionPlan, prompt: Prompt, tokens: Sequence[int], line: Line, began: float
+        self,
+        asked: ExecutionPlan,
+        prompt: Prompt,
+        tokens: Sequence[int],
+        line: NotedRequest,
+        began: float,
     ) -> Answered:
         steps = line.steps(self.draft, lambda version: self._policies.get(version, ""))
         shifted = [

@@ -61,7 +61,7 @@ class _Noted(BaseModel):
     )
 
 
-class Engine(_Noted):
+class ServerDescription(_Noted):
     """A server as its agent describes it. ``gammas``: what it drafts by itself, by the batch size
     from which on it holds (None: always the most)."""
 
@@ -122,7 +122,7 @@ class Status(_Noted):
     in ``spectune`` of ``vllm_xargs`` to be retraced (None: no texts are noted, and none is)."""
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
-    engine: Engine
+    engine: ServerDescription
     in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
     refused: Refused | None = None
     fault: str | None = None
@@ -138,7 +138,7 @@ class Off(_Noted):
     fault: str
 
 
-class Round(NamedTuple):
+class NotedRound(NamedTuple):
     """``version``: of the table that the round was drafted by, 0 for the server's own."""
 
     start: Whole
@@ -151,7 +151,7 @@ class Round(NamedTuple):
     ended: Moment
 
 
-class Line(_Noted):
+class NotedRequest(_Noted):
     """A finished request. ``prompt`` and ``output`` are None where its tokens are not noted."""
 
     id: str
@@ -168,7 +168,7 @@ class Line(_Noted):
     stop: list[str] = []
     finish: Literal["length", "eos", "stop", "abort"]
     label: str | None = None
-    rounds: list[Round]
+    rounds: list[NotedRound]
 
     @property
     def category(self) -> str:
@@ -196,7 +196,7 @@ class Line(_Noted):
         """Whether it is among this share of requests, as the agent chooses them by their ids."""
         return zlib.crc32(self.id.encode()) / 2**32 < share
 
-    def trajectory(self, engine: Engine, *, with_text: bool = True) -> Trajectory:
+    def trajectory(self, engine: ServerDescription, *, with_text: bool = True) -> Trajectory:
         """The request; without its text where that was not noted, too."""
         tokens = None
         if with_text and self.prompt is not None and self.output is not None and len(self.prompt):
@@ -230,7 +230,7 @@ class Line(_Noted):
         )
 
 
-class Proposals(_Noted):
+class RetracedRequest(_Noted):
     """A request that was retraced: its tokens, and those that were drafted after each of them but
     the last."""
 
@@ -239,16 +239,16 @@ class Proposals(_Noted):
     proposals: list[list[Whole] | None]
 
 
-def parse_line(text: bytes) -> Line | Engine | Proposals:
+def parse_line(text: bytes) -> NotedRequest | ServerDescription | RetracedRequest:
     """A line of a rounds file: a request, the engine that served those which follow, or what was
     drafted for one that was retraced. Raises TraceError with what is wrong in it."""
     try:
         document = json.loads(text)
         if isinstance(document, dict) and "engine" in document:
-            return Engine.model_validate(document["engine"])
+            return ServerDescription.model_validate(document["engine"])
         if isinstance(document, dict) and "proposals" in document:
-            return Proposals.model_validate(document)
-        line = Line.model_validate(document)
+            return RetracedRequest.model_validate(document)
+        line = NotedRequest.model_validate(document)
     except ValidationError as error:
         raise TraceError(_reason(error)) from None
     except (ValueError, RecursionError):  # among them bytes that are no UTF-8
@@ -375,7 +375,7 @@ def policy_by(draft: str, gammas: Mapping[str, int], contexts: Mapping[str, Any]
     return Policy(draft=draft, window=window)
 
 
-def table_of(policy: Policy, engine: Engine, draft: str) -> dict[str, Any]:
+def table_of(policy: Policy, engine: ServerDescription, draft: str) -> dict[str, Any]:
     """What ``policy.json`` says of a policy beside its version: draft tokens by the batch size from
     which they hold, on a server that has loaded ``draft``. Raises PolicyError for what it cannot
     run."""

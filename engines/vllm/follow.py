@@ -19,7 +19,13 @@ from typing import NamedTuple
 import zstandard
 
 from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
-from spectune.engines.vllm.folder import Engine, Line, parse_line, read_lines, rounds_files
+from spectune.engines.vllm.folder import (
+    NotedRequest,
+    ServerDescription,
+    parse_line,
+    read_lines,
+    rounds_files,
+)
 from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, file_of
 from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
@@ -28,7 +34,7 @@ from spectune.traces.errors import SpectuneError, TraceError
 from spectune.traces.files import replacing
 from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.followed import Arrivals, Arrived, Place
+from spectune.traces.store.followed import Arrivals, Arrived, FilePlace
 from spectune.traces.store.recordings import digest_of
 from spectune.traces.tables import FollowedServer
 from spectune.traces.text import one_line
@@ -76,7 +82,7 @@ class Boot(NamedTuple):
     """A boot of a server: up to where it is in, how it serves, and its draft's name."""
 
     row: FollowedServer
-    engine: Engine
+    engine: ServerDescription
     draft: str
 
 
@@ -206,19 +212,19 @@ class Follower:
         row = self._boot(boot, files).row
         lines = read_lines(files[row.file], row.bytes) if row.file in files else []
         if lines:
-            return self._bring_lines(boot, Place(row.file, row.bytes), lines)
+            return self._bring_lines(boot, FilePlace(row.file, row.bytes), lines)
         following = next((n for n in files if n > row.file), None)
         if following is None:
             return False
         if row.file not in files and row.file:
             lost = f"files {row.file} to {following - 1}"
             self._tell(f"server {boot}: {lost} were removed before they were in")
-        return self._store(boot, Place(following, 0), Arrivals())
+        return self._store(boot, FilePlace(following, 0), Arrivals())
 
-    def _bring_lines(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> bool:
+    def _bring_lines(self, boot: str, start: FilePlace, lines: Sequence[tuple[bytes, int]]) -> bool:
         """Brings lines in, in one transaction, or where the database refuses what is in them each
         in its own; whether they are in."""
-        end, before = Place(start.file, lines[-1][1]), self._named_lines
+        end, before = FilePlace(start.file, lines[-1][1]), self._named_lines
         try:
             return self._store(boot, end, self._arrivals(boot, start, lines))
         except (UnavailableError, NotFoundError):
@@ -229,12 +235,14 @@ class Follower:
             if len(lines) == 1:
                 self._name_line(boot, start, str(error))
                 return self._store(boot, end, Arrivals(skipped=1))
-        starts = [start, *(Place(start.file, end) for _, end in lines)]
+        starts = [start, *(FilePlace(start.file, end) for _, end in lines)]
         return all(
             self._bring_lines(boot, at, [line]) for at, line in zip(starts, lines, strict=False)
         )
 
-    def _arrivals(self, boot: str, start: Place, lines: Sequence[tuple[bytes, int]]) -> Arrivals:
+    def _arrivals(
+        self, boot: str, start: FilePlace, lines: Sequence[tuple[bytes, int]]
+    ) -> Arrivals:
         server = self._boots[boot]
         requests: list[Arrived] = []
         recordings: dict[str, Asked] = {}
@@ -242,19 +250,19 @@ class Follower:
         for text, end in lines:
             try:
                 line = parse_line(text) if text.strip() else None
-                if not isinstance(line, Line) or line.is_sent:
+                if not isinstance(line, NotedRequest) or line.is_sent:
                     continue
                 steps = line.steps(server.draft, self._policy_id)
                 requests.append(self._request(boot, line, steps, recordings))
             except TraceError as error:
                 skipped += 1
-                self._name_line(boot, Place(start.file, at), str(error))
+                self._name_line(boot, FilePlace(start.file, at), str(error))
             finally:
                 at = end
         return Arrivals(requests, recordings, skipped)
 
     def _request(
-        self, boot: str, line: Line, steps: Sequence[Step], recordings: dict[str, Asked]
+        self, boot: str, line: NotedRequest, steps: Sequence[Step], recordings: dict[str, Asked]
     ) -> Arrived:
         """A request, its recording added to ``recordings``; without its text where that is not
         noted, or not to be stored."""
@@ -271,13 +279,13 @@ class Follower:
         recordings[digest] = recording
         return Arrived(digest, request, steps, datetime.fromtimestamp(line.ended, UTC))
 
-    def _name_line(self, boot: str, place: Place, problem: str) -> None:
+    def _name_line(self, boot: str, place: FilePlace, problem: str) -> None:
         self._named_lines += 1
         if self._named_lines <= NAMED_LIMIT:
             name = f"rounds-{boot}-{place.file:06d}.jsonl"
             self._tell(f"{name}, byte {place.bytes}: {problem}; this line is skipped")
 
-    def _store(self, boot: str, end: Place, arrivals: Arrivals) -> bool:
+    def _store(self, boot: str, end: FilePlace, arrivals: Arrivals) -> bool:
         """Stores what stands in the files up to ``end``; False where another process has."""
         row = self.store.bring_in(self._boots[boot].row, end, arrivals)
         if row is None:
@@ -296,7 +304,7 @@ class Follower:
         path = next(iter(files.values()))
         lines = read_lines(path, 0)
         engine = parse_line(lines[0][0]) if lines else None
-        if not isinstance(engine, Engine):
+        if not isinstance(engine, ServerDescription):
             raise TraceError(f"{path}: its first line does not say how the server serves")
         row, draft = self.policy.meet(boot, engine)
         return self._boots.setdefault(boot, Boot(row, engine, draft))

@@ -18,7 +18,7 @@ from spectune.db.database import Database
 from spectune.db.errors import NotFoundError
 from spectune.engines.vllm.folder import (
     FORMAT,
-    Engine,
+    ServerDescription,
     Status,
     read_policy,
     read_status,
@@ -47,7 +47,7 @@ HEARD_S: Final = 15.0
 """Seconds between two times that it is stored when the agent was heard."""
 
 
-def served_pair(engine: Engine, named: PairSpec | None) -> tuple[PairSpec, str]:
+def served_pair(engine: ServerDescription, named: PairSpec | None) -> tuple[PairSpec, str]:
     """The pair of a server, and the name of what drafts in it: its draft model's, ``ngram``,
     ``none``, or vLLM's name of another method. Raises PairError where ``named`` is of other
     models."""
@@ -186,7 +186,7 @@ class PolicyWriter:
         policy_id = self._policy_id(self.version) if self.version else ""
         return (self.status.in_force.policy or "") == policy_id
 
-    def meet(self, boot: str, engine: Engine) -> tuple[FollowedServer, str]:
+    def meet(self, boot: str, engine: ServerDescription) -> tuple[FollowedServer, str]:
         """The row of a boot of the server, stored where it is new, and the name of what drafts in
         it, in the row's pair. Raises PairError and DatabaseError."""
         with self._meeting:
@@ -227,7 +227,7 @@ class PolicyWriter:
             self._heard_s = time.monotonic() + HEARD_S
 
     def _choose(
-        self, engine: Engine, newest: Sequence[Newest]
+        self, engine: ServerDescription, newest: Sequence[Newest]
     ) -> tuple[int, Mapping[str, Any] | None]:
         """The newest publication for the server, and what ``policy.json`` says of the newest that
         it can run."""
@@ -264,7 +264,7 @@ class PolicyWriter:
         draft = self._models.draft_in(newest.models)
         return self._draft if draft is None and newest.pair_id == self.pair_id else draft
 
-    def _explain(self, engine: Engine, newest: Sequence[Newest]) -> None:
+    def _explain(self, engine: ServerDescription, newest: Sequence[Newest]) -> None:
         """Says once why nothing that is published is for this server."""
         line = ""
         if newest:

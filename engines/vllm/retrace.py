@@ -24,7 +24,7 @@ import numpy as np
 
 from spectune.engines.abilities import engine_named
 from spectune.engines.vllm.execute import RunningServer
-from spectune.engines.vllm.folder import SENT, Proposals, Tail, parse_line
+from spectune.engines.vllm.folder import SENT, RetracedRequest, Tail, parse_line
 from spectune.engines.vllm.follow_policy import is_same
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
@@ -209,7 +209,7 @@ class Retracer:
         for line in self._tail.lines():
             match = re.search(rf"{self._token}\.(\d+)\.(\d+)-".encode(), line)
             noted = parse_line(line) if match else None
-            if match is None or not isinstance(noted, Proposals):
+            if match is None or not isinstance(noted, RetracedRequest):
                 continue
             ordinal, start = int(match[1]), int(match[2])
             if ordinal not in self._texts:  # asked twice, and noted before

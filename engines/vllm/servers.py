@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spectune.engines.vllm.folder import Engine, table_of
+from spectune.engines.vllm.folder import ServerDescription, table_of
 from spectune.runtime.checkpoints import identity
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PairError, PolicyError
@@ -34,7 +34,7 @@ class Models(NamedTuple):
         return next((name for name, found in pair["drafts"].items() if found == self.draft), None)
 
 
-def method_of(engine: Engine) -> tuple[str, str | None]:
+def method_of(engine: ServerDescription) -> tuple[str, str | None]:
     """What drafts in a server, ``ngram``, ``none`` or vLLM's name of the method; and its draft's
     checkpoint, None where it has none of its own."""
     loaded = engine.draft_model if engine.draft_model != engine.model else None
@@ -42,7 +42,7 @@ def method_of(engine: Engine) -> tuple[str, str | None]:
     return "ngram" if method.startswith("ngram") else method, loaded
 
 
-def models_of(engine: Engine) -> Models:
+def models_of(engine: ServerDescription) -> Models:
     """Raises PairError where the target cannot be read."""
     method, loaded = method_of(engine)
     draft = ""
@@ -57,7 +57,7 @@ def why_not(
 ) -> str:
     """Why a server will not run a policy that is published on a device for a pair, by its name and
     its :attr:`PairSpec.models`; empty where it can."""
-    engine = Engine.model_validate(server.engine)
+    engine = ServerDescription.model_validate(server.engine)
     if device not in devices_of(engine.device_name):
         name = engine.device_name
         return f"it runs on {name}, and this is for {device}: say --device {name}"

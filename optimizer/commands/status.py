@@ -12,7 +12,7 @@ from spectune.optimizer.commands.session import Talk, open_store
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.schedule import list_schedules
 from spectune.optimizer.servers import Servers, answers_in_words
-from spectune.settings import Status
+from spectune.settings import StatusCommand
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, speed
 from spectune.traces.tables import Publication
@@ -20,7 +20,7 @@ from spectune.traces.tables import Publication
 COLUMNS = ("deployment", "pair", "device", "version", "label", "since", "gained", "served", "due")
 
 
-def status(s: Status, talk: Talk) -> Result:
+def status(s: StatusCommand, talk: Talk) -> Result:
     with open_store(s) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
         schedules = list_schedules(store.database)

@@ -28,7 +28,7 @@ BATCH = 500
 """Requests that one transaction forgets."""
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Up to where the files of a server are in: the number of a file, and bytes of it."""
 
     file: int
@@ -103,7 +103,7 @@ class Followed(Storage):
             return {boot: (place, node) for boot, place, node in rows}
 
     def bring_in(
-        self, server: FollowedServer, end: Place, arrivals: Arrivals
+        self, server: FollowedServer, end: FilePlace, arrivals: Arrivals
     ) -> FollowedServer | None:
         """Stores what stands in the files up to ``end``, in one transaction: the row as it is then.
         None, changing nothing, where another process has brought it in meanwhile. Raises
