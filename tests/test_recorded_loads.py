@@ -121,6 +121,24 @@ def test_a_share_of_texts_is_not_a_share_of_the_load(
     assert info.n_requests > 15
 
 
+def test_of_very_many_requests_the_last_alone_arrive(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts from before keep what they are, and tell nothing of the load."""
+    agent = Agent(tmp_path / "folder")
+    agent.write_requests(served())
+    follow(door, agent.folder, texts=0.1)
+    monkeypatch.setattr("spectune.optimizer.tuning.sources.MOST_ARRIVALS", 20)
+    with opened(door.db) as store:
+        name = gather(store, PAIR.id, timedelta(days=1), key="few", engine="vllm")
+        info, arrived = store.get_recording(name), store.served_requests([name])
+        (recorded_,) = (i for i in store.list_recordings() if i.source == "serve")
+        last = store.served_requests([recorded_.id])[-20:]
+    assert [r.steps for r in arrived] == [r.steps for r in last]
+    assert info.n_texts == recorded_.n_texts
+    assert 20 < info.n_requests < 20 + info.n_texts
+
+
 def test_requests_of_other_samplings_are_part_of_the_load(
     door: Door, tmp_path: Path, alone: Any
 ) -> None:
