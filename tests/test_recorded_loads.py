@@ -17,7 +17,7 @@ from served_traces import recorded, simulated, trace_of, window
 from trace_values import a_panorama
 
 from spectune.engines.protocol import Load
-from spectune.optimizer.tuning.sources import gather
+from spectune.optimizer.tuning.sources import ServerTuned, gather
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.store import TraceStore
 
@@ -94,7 +94,7 @@ def test_replicas_in_one_database_are_not_one_server_with_their_sum(
     assert told["costs"]["steps"] == pytest.approx(3 * alone["costs"]["steps"], rel=0.02)
     with opened(door.db) as store:
         assert store.get_recording(told["recording"]).options["boot"] == "b2"
-        how: dict[str, Any] = {"key": "own", "engine": "vllm", "boot": "b1"}
+        how: dict[str, Any] = {"key": "own", "engine": "vllm", "server": ServerTuned("b1", "cpu")}
         own = gather(store, PAIR.id, timedelta(days=1), REQUESTS, **how)
         assert store.get_recording(own).options["boot"] == "b1"
 

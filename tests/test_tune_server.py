@@ -14,6 +14,7 @@ from databases import opened, put_in_force
 from doors import Door, write_lines
 from doubles import MOST, FakeVllm, served
 from synthetic import policy
+from trace_values import a_trajectory
 from waiting import PATIENCE_S, eventually
 
 from spectune.engines.vllm.follow import Follower
@@ -23,6 +24,8 @@ from spectune.optimizer.tuning.server import connect, put_published
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import TraceError
+from spectune.traces.schema import Sampling
+from spectune.traces.store import Asked
 
 WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
 
@@ -180,6 +183,14 @@ def test_what_is_wrong_is_one_line(
         ((*url, *folder), "say which by --workload FILE, or take what it served by --recording"),
     ):
         assert line in door.refused("tune", *given)
+    with opened(door.db) as store:
+        spec, card = pair.spec, {"engine": "vllm", "device": "cuda", "hardware": "NVIDIA L4"}
+        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
+        info = store.create_recording(Asked(spec.id, None, Sampling(), 64, options=card))
+        store.append_trajectory(info.id, 0, a_trajectory(0))
+    line = door.error("tune", *url, *folder, "--recording", info.id)
+    assert f"{info.id} was served on cuda:NVIDIA L4, and this server runs on cpu" in line
+    assert "nothing was recorded" in door.error("tune", *url, *folder, "--since", "1h")
     lock = FolderLock(fake.folder, "follow", "followed into other.db")
     lock.name_database("of another")
     refused = door.refused("tune", *url, *folder, *words)

@@ -73,6 +73,7 @@ class RunningServer(Running):
         if status.refused is not None and not status.refused.version:
             raise EngineError(f"{folder}: the agent is off: {status.refused.reason}")
         self._described, self.boot = status.engine, status.boot
+        self.device_name = status.engine.device_name
         self._client = client_of(address)
         self.model = self._served_model()
         self.version, self.serving = status.engine.engine_version, status.engine.serving

@@ -50,10 +50,11 @@ from spectune.optimizer.tuning.native import PairBench, TuneOptions, native_benc
 from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.pipeline import tune as run_tuning
 from spectune.optimizer.tuning.server import connect, record_draft, server_bench
-from spectune.optimizer.tuning.sources import recording_named, sample_since
+from spectune.optimizer.tuning.sources import ServerTuned, recording_named, sample_since, suits
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import Tune
+from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
@@ -191,7 +192,8 @@ def on_server(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
         if sent:
             info = _send(store, server, s, talk)
         else:
-            info = _recorded(store, server.spec, s, talk, account, VLLM.name, server.boot)
+            tuned = ServerTuned(server.boot, server.device_name)
+            info = _recorded(store, server.spec, s, talk, account, VLLM.name, tuned)
         with dask_workers(s.workers):
             models = partial(account.load, s, server.spec, talk, drafts=[server.draft])
             record_draft(store, server, info, models, progress=talk.progress)
@@ -230,15 +232,20 @@ def _recorded(
     talk: Talk,
     account: Account,
     engine: str | None = None,
-    boot: str = "",
+    server: ServerTuned | None = None,
 ) -> Recording:
-    """The recording of a pair that is named, or a new one of what was decoded ``since``, by the
-    server of a ``boot`` where it is named."""
+    """The recording of a pair that is named, or a new one of what was decoded ``since``. Raises
+    TraceError for one of another device than the ``server`` that is tuned has."""
     if s.since is None:
         info = recording_named(store, s.recording or "latest", pair=spec, engine=engine)
     else:
-        how: dict[str, Any] = {"key": account.key, "engine": engine, "boot": boot}
+        how: dict[str, Any] = {"key": account.key, "engine": engine, "server": server}
         info = sample_since(store, spec.id, s.since, s.requests.limit, tell=talk.tell, **how)
+    if server is not None and not suits(info, server):
+        raise TraceError(
+            f"recording {info.id} was served on {info.device_name}, and this server runs on "
+            f"{server.device_name}: what steps cost there tells nothing of it"
+        )
     if info.state != "complete" and info.workload_id is not None:
         talk.tell(
             f"recording {info.id} was never finished: tuning on the {info.n_requests} requests it "

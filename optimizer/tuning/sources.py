@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,13 @@ def recording_named(
     return info
 
 
+class ServerTuned(NamedTuple):
+    """The server that is tuned: its boot, and what policies are published for that suit it."""
+
+    boot: str
+    device_name: str
+
+
 def of_one_sampling(traffic: Sequence[Traffic], tell: Tell = lambda line: None) -> list[Traffic]:
     """Returns what is of one temperature, filters and verifier, as a policy is tuned for: what the
     most texts have, of equals the latest. Calls ``tell`` with a line on that where there are
@@ -84,11 +91,15 @@ def of_one_sampling(traffic: Sequence[Traffic], tell: Tell = lambda line: None) 
 
 
 def of_one_server(
-    store: TraceStore, traffic: Sequence[Traffic], boot: str = "", tell: Tell = lambda line: None
+    store: TraceStore,
+    traffic: Sequence[Traffic],
+    server: ServerTuned | None = None,
+    tell: Tell = lambda line: None,
 ) -> list[Traffic]:
     """Returns what one server was sent, as a policy is tuned for the load of a server and not for
-    that of all replicas: of those with texts the one of this ``boot``, else the one with the most
-    requests. Calls ``tell`` with a line on that where there are others."""
+    that of all replicas: of those with texts the ``server`` that is tuned, else the one with the
+    most requests. Calls ``tell`` with a line on that where there are others."""
+    boot = "" if server is None else server.boot
     names = store.server_names({boot, *(row.recording.start for row in traffic)})
 
     def place_of(start: str) -> str:
@@ -156,17 +167,17 @@ def sample_since(
     *,
     key: str | None = None,
     engine: str | None = None,
-    boot: str = "",
+    server: ServerTuned | None = None,
     tell: Tell = lambda line: None,
 ) -> Recording:
     """A recording of a sample (:func:`gather`) of what was decoded ``since``. Without a ``key`` one
     that was made for the same words is used again until a tuning of the pair has ended."""
     if key is None:
-        words = f"since {since} limit {limit} engine {engine} {boot}".strip()
+        words = f"since {since} limit {limit} engine {engine} server {server and server.boot}"
         ended = {artifact.provenance.get("study") for artifact in store.list_artifacts(EVIDENCE)}
         done = {study.recording_id for study in store.list_studies(pair_id) if study.id in ended}
         key = f"{words} #{len(done)}"
-    name = gather(store, pair_id, since, limit, key=key, engine=engine, boot=boot, tell=tell)
+    name = gather(store, pair_id, since, limit, key=key, engine=engine, server=server, tell=tell)
     return store.get_recording(name)
 
 
@@ -178,15 +189,15 @@ def gather(
     *,
     key: str,
     engine: str | None = None,
-    boot: str = "",
+    server: ServerTuned | None = None,
     tell: Tell = lambda line: None,
 ) -> str:
     """Stores a recording of what a pair decoded ``since`` a moment or so long ago, a random
     ``sample`` of the requests that are :func:`of_one_sampling` (None: :data:`SAMPLE`), with their
     rounds and panoramas; its id. Of an ``engine`` that is named the last of the requests of one
-    server (:func:`of_one_server`, which takes ``boot``), and without their texts all others that it
-    was sent meanwhile: they arrived as they did, in the batches that they were in. ``tell`` is told
-    how many were left out.
+    server (:func:`of_one_server`), on the device of the ``server`` that is tuned, and without their
+    texts all others that it was sent meanwhile: they arrived as they did, in the batches that they
+    were in. ``tell`` is told how many were left out.
 
     Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
     nothing was recorded, or only what an engine sampled, which nothing decodes again here.
@@ -200,7 +211,9 @@ def gather(
     served: Sequence[Traffic] = ()
     if engine is not None:
         of_engine = [row for row in traffic if row.recording.engine == engine]
-        traffic = served = of_one_server(store, of_engine, boot, tell)
+        if server is not None:
+            of_engine = [row for row in of_engine if suits(row.recording, server)]
+        traffic = served = of_one_server(store, of_engine, server, tell)
     texts = [row for row in traffic if row.texts]
     ours = [row for row in texts if engine or is_ours(row.recording)]
     if texts and not ours:
@@ -295,6 +308,11 @@ def _copied(
     for chunk in damaged:
         tell(f"left out: {chunk}")
     return items
+
+
+def suits(recording: Recording, server: ServerTuned) -> bool:
+    """Whether it was served on the device of a server; what steps cost is another card's else."""
+    return recording.device_name in ("", server.device_name)
 
 
 def is_ours(recording: Recording) -> bool:
