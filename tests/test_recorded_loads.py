@@ -122,10 +122,10 @@ def test_a_share_of_texts_is_not_a_share_of_the_load(
 
 
 def test_of_very_many_requests_the_last_alone_arrive(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts from before keep what they are, and tell nothing of the load."""
-    agent = Agent(tmp_path / "folder")
+    door, agent = Door(url), Agent(tmp_path / "folder")
     agent.write_requests(served())
     follow(door, agent.folder, texts=0.1)
     monkeypatch.setattr("spectune.optimizer.tuning.sources.MOST_ARRIVALS", 20)
