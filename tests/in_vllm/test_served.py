@@ -212,7 +212,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
         costs = costs_of_engine(store, info)
         requests = store.load(name, (), steps=True).requests
     assert (info.options["device"], info.options["dtype"]) == ("cpu", "float32")
-    policies = {p.id for p in design.policies(server.engine, "small")}
+    policies = {p.id for p in design.policies("small")}
     steps = [s for request in requests for s in request.steps]
     alone, shared = ({s.policy for s in steps if (s.batch > 1) == one} for one in (False, True))
     assert alone == shared == policies
@@ -220,7 +220,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
     assert texts == [texts[n % len(prompts)] for n in range(len(texts))]
     assert costs.passes == {"small": (0, 6)}
     assert costs.check["steps"] > 200
-    rows = step_table(costs, server.engine, "small", Design(prompts, 6, 4))
+    rows = step_table(costs, "small", Design(prompts, 6, 4))
     assert all(ms > 0 for row in rows for ms in row.values())
 
 
@@ -229,6 +229,7 @@ def test_a_server_that_runs_is_tuned_end_to_end(server: OwnServer, tmp_path: Pat
     """Recorded, raced and confirmed over HTTP; what is published is in force at the end."""
     door = Door(str(tmp_path / "tuned.db"))
     where = ("--url", server.url, "--folder", server.folder, "--pair", "demo")
+    where += ("--workload", "demo")
     how = ("--limit", 32, "--max-new-tokens", 16, "--arrivals", "clients:1,4", "--budget", "20s")
     began = time.monotonic()
     result = door.json("tune", *where, *how)
