@@ -161,9 +161,11 @@ def warm(pair: LoadedPair, encoded: Encoded) -> None:
             list(islice(_decoder(pair, options.verifier, policy).rounds(request), 4))
 
 
-PROBE_ROUNDS = 20
-PROBE_PROMPT = 16
-"""Rounds of the fixed probe, and tokens of its prompt."""
+PROBE_ROUNDS, PROBE_PROMPT, PROBES = 20, 16, 8
+"""Rounds of the fixed probe, tokens of its prompt, and how often it is repeated at most."""
+PROBE_AGREES = 0.04
+"""The probe is repeated until two in turn are so near each other: the first passes after other work
+are slower."""
 
 
 def probe_s(pair: LoadedPair, clock: Callable[[], float] = time.perf_counter) -> float | None:
@@ -172,8 +174,15 @@ def probe_s(pair: LoadedPair, clock: Callable[[], float] = time.perf_counter) ->
     decoder = Decoder(pair, StaticSource(prepare(AUTOREGRESSIVE, pair.draft_names)), clock=clock)
     ids = [1 + n % (pair.target.vocab_size - 1) for n in range(PROBE_PROMPT)]
     request = decoder.request(Request("probe", ""), ids, Sampling(), PROBE_ROUNDS + 1, drafts=())
-    rounds = [r.step.round_s for r in decoder.rounds(replace(request, eos_ids=frozenset()))]
-    return float(np.median(rounds[1:])) if len(rounds) > 1 else None
+    request, before, now = replace(request, eos_ids=frozenset()), np.inf, np.inf
+    for _ in range(PROBES):
+        rounds = [r.step.round_s for r in decoder.rounds(request)][1:]
+        if not rounds:
+            return None
+        before, now = now, float(np.median(rounds))
+        if abs(now / before - 1) < PROBE_AGREES:
+            break
+    return now
 
 
 def outcome(policy: str, decoded: Sequence[Decoded]) -> Outcome:
