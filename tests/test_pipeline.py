@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,17 +77,26 @@ class MadeUp(Tunable):
         )
 
     @contextmanager
-    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[Any]:
-        def run(name: str, unit: int) -> float:
-            self.now += self.cost(name)
-            return self.cost(name) * float(np.exp(self.noise.normal(0, 0.01)))
-
-        run.texts = ComparedTexts(0, self.units(part), "float64")  # type: ignore[attr-defined]
-        run.outcome = lambda name, costs: outcome(name, np.nanmean(costs, 1))  # type: ignore[attr-defined]
-        yield run
+    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[MadeUpExecution]:
+        yield MadeUpExecution(self, ComparedTexts(0, self.units(part), "float64"))
 
     def cost(self, name: str) -> float:
         return SECONDS[name] * (self.slower if name == FAST.id else 1.0)
+
+
+@dataclass
+class MadeUpExecution:
+    """What :class:`MadeUp` executes with."""
+
+    bench: MadeUp
+    texts: ComparedTexts
+
+    def __call__(self, policy_id: str, unit: int) -> float:
+        self.bench.now += self.bench.cost(policy_id)
+        return self.bench.cost(policy_id) * float(np.exp(self.bench.noise.normal(0, 0.01)))
+
+    def outcome(self, policy_id: str, costs: npt.NDArray[np.float64]) -> Outcome:
+        return outcome(policy_id, np.nanmean(costs, 1))
 
 
 def outcome(name: str, costs: npt.NDArray[np.float64]) -> Outcome:

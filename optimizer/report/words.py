@@ -272,9 +272,9 @@ def drift_in_words(probes: Sequence[float]) -> list[str]:
         return []
     apart = 100 * (max(probes) / min(probes) - 1)
     return [
-        "The machine's speed changed while this was measured: the same work took up to "
-        f"{apart:.0f}% longer at one time than at another. End what else runs on it, or wait, and "
-        "tune again; policies were executed in turns, so their ratios suffer less than tokens/s."
+        "The machine's speed changed between profile, race and confirmation: the same work took up "
+        f"to {apart:.0f}% longer at one time than at another. End what else runs on it, or wait, "
+        "and tune again; policies took turns, so their ratios suffer less than tokens/s."
     ]
 
 

@@ -4,7 +4,7 @@ on servers that are started for them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -28,14 +28,14 @@ class LoadBench(EngineBench, Tunable):
     """An engine's recording as what is tuned. :attr:`search` is made once, when it is first asked
     for."""
 
-    store: TraceStore | None = None
+    store: TraceStore = field(kw_only=True)
     seed: int = 0
     progress: Progress = silent
 
     @classmethod
     def of(cls, bench: EngineBench, store: TraceStore, **about: Any) -> Self:
         """A bench, with its store, and further fields."""
-        fields_of = {field.name: getattr(bench, field.name) for field in fields(bench)}
+        fields_of = {one.name: getattr(bench, one.name) for one in fields(bench)}
         return cls(**{**fields_of, "store": store, **about})
 
     @cached_property
@@ -47,7 +47,6 @@ class LoadBench(EngineBench, Tunable):
     def search(self) -> LoadSearch:
         """Draft tokens by batch size, searched and stored. Raises PolicyError where no step that
         drafts was recorded."""
-        assert self.store is not None
         with self.timed("search"):
             study = LoadStudy(self, seed=self.seed, progress=self.progress)
             trial = study.run()
@@ -76,13 +75,10 @@ class LoadBench(EngineBench, Tunable):
 
     def beside(self, raced: Raced, budget_s: float, progress: Progress) -> Mapping[str, Any]:
         """What was predicted and measured by load; each candidate's runs are stored."""
-        assert self.store is not None
         for candidate in {c.policy.id: c for c in raced.candidates}.values():
-            policy = candidate.policy
-            self.store.put_policy(policy.id, policy.spelled_out(), policy.label())
             self.store.put_run(
                 self.info.pair_id,
-                policy.id,
+                candidate.policy.id,
                 candidate.executed,
                 device=device_of(self.info),
                 dtype=str(self.info.options.get("dtype", "")),
@@ -91,7 +87,6 @@ class LoadBench(EngineBench, Tunable):
         return {"executed": by_load(self, raced)}
 
     def head(self) -> dict[str, Any]:
-        assert self.store is not None
         info = self.info
         return {
             "pair": f"{self.store.get_pair(info.pair_id).name} ({info.pair_id})",

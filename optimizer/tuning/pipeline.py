@@ -229,7 +229,8 @@ def tune(
     texts = bench.texts
     of = texts.conversations
     check_sample_size(texts.categories, publish=options.publish, parts=texts.parts, of=of)
-    for line in checked(texts.trajectories).lines():
+    workload = checked(texts.trajectories)
+    for line in workload.lines():
         options.tell(line)
     first = texts.trajectories[0]
     line = other_sampling(place.over, first.sampling, first.verifier)
@@ -253,6 +254,8 @@ def tune(
     if confirmed is not None:
         held = [texts.ordinals[text] for text in texts.parts.confirm]
         earlier = count_confirmation(store, texts.recording.id, held)
+    for policy in {c.policy.id: c.policy for c in raced.candidates}.values():
+        store.put_policy(policy.id, policy.spelled_out(), policy.label())
     with bench.timed("execute"):
         beside = bench.beside(raced, options.budget_s, progress)
     raced = at_pace(raced, pace)
@@ -275,12 +278,10 @@ def tune(
         search_requests=len(texts.parts.search),
         trials=proposals.trials,
         seconds=bench.seconds,
-        workload=checked(texts.trajectories),
+        workload=workload,
         earlier_confirmations=earlier,
         **beside,
     )
-    for policy in {c.policy.id: c.policy for c in raced.candidates}.values():
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
     if decision.replaces and options.publish:
         tuned = publish(store, tuned, texts, place, options)
     about = {"deployment": place.deployment, "sampling": sampling_in_words(first.sampling)}

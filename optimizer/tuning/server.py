@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,11 +64,9 @@ class ServerBench(LoadBench):
     """A server that runs as what is tuned: what it drafts by itself is put back after race and
     confirmation, and what is published put in force."""
 
-    server: RunningServer | None = None
+    server: RunningServer = field(kw_only=True)
 
     def put_in_force(self, published: Publication, tell: Callable[[str], None]) -> None:
-        assert self.store is not None
-        assert self.server is not None
         put_published(self.store, self.server, published.deployment, tell)
 
 
