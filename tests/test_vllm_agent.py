@@ -62,7 +62,15 @@ def agent(vllm: ModuleType) -> Any:
 def start(agent: Any) -> Iterator[Start]:
     started: list[Any] = []
 
+    def ended() -> None:
+        while started:
+            scheduler = started.pop()
+            scheduler.shutdown()
+            if scheduler._spectune is not None:
+                scheduler._spectune.thread.join()
+
     def starting(lookup: Any = None, **changed: Any) -> Any:
+        ended()  # two that live would both write status.json
         scheduler = agent.Scheduler(config_of(**changed), lookup)
         started.append(scheduler)
         watched = scheduler._spectune
@@ -70,8 +78,7 @@ def start(agent: Any) -> Iterator[Start]:
         return scheduler
 
     yield starting
-    for scheduler in started:
-        scheduler.shutdown()
+    ended()
 
 
 def test_until_something_is_published_every_decision_is_vllms(start: Start, folder: Path) -> None:
@@ -486,7 +493,6 @@ def test_files_are_rotated_and_bounded(start: Start, agent: Any, folder: Path) -
     files = sorted(folder.glob("rounds-*.jsonl"))
     assert len(files) == 3
     eventually(lambda: status(folder)["dropped"] == 40 - len(lines(folder)))
-    scheduler.shutdown()  # two that live would both write status.json
     (folder / "rounds.jsonl").write_text("of somebody else")
     for _ in range(2):  # the bound is of all starts together
         before, scheduler = len(lines(folder)), start()

@@ -392,9 +392,10 @@ class Agent:
         if is_soon and document == {**self.status, **counts}:
             return
         path = os.path.join(self.folder, "status.json")
-        with open(f"{path}.tmp", "w", opener=private) as file:
+        new = f"{path}.{self.boot}"  # whole, even where two servers were given one folder
+        with open(new, "w", opener=private) as file:
             json.dump({**document, "at": now}, file)
-        os.replace(f"{path}.tmp", path)
+        os.replace(new, path)
         self.status, self.status_at = document, now
 
     def close(self) -> None:
