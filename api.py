@@ -79,7 +79,7 @@ def _function(command: str) -> Callable[..., Result]:
         keywords |= zip(words, positional, strict=False)
         values = from_keywords(model, keywords)
         settings = settings_of(model, values, read_config(None), python=True)
-        session = import_module("spectune.optimizer.commands.session")
+        session = import_module("spectune.optimizer.commands.common")
         talk = session.Talk() if progress is None else session.Talk(progress=progress)
         result = perform(command, settings, talk)
         if result.failed is not None:
@@ -103,7 +103,7 @@ def open(db: Any = None, *, create: bool = False) -> Iterator[TraceStore]:
     file or a URL, by default as for every call. Raises DatabaseError."""
     values = {} if db is None else {"db": db}
     settings = settings_of(Settings, values, read_config(None), python=True)
-    session = import_module("spectune.optimizer.commands.session")
+    session = import_module("spectune.optimizer.commands.common")
     with session.open_store(settings, create=create) as store:
         yield store
 

@@ -58,7 +58,7 @@ class Door(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from spectune.db.errors import DatabaseError
+        from spectune.db.database_errors import DatabaseError
 
         # A second Ctrl-C may come while the first one's connections are handed back; the pool would
         # log that with a traceback.

@@ -16,8 +16,8 @@ from claims import CLAIMS
 from lab import RESULTS, ROOT, Halves, halves, measured, run_parts, say
 
 from spectune.optimizer.execute import Executor, encode_recorded
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.tuning.timings import Timings, finite
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts

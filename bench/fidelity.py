@@ -27,9 +27,9 @@ from scipy.stats import kendalltau
 
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.profiles import common_factor
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.report.words import prediction_in_words
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.race import Comparison
 from spectune.optimizer.tuning.timings import Expected, Timings

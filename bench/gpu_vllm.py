@@ -43,14 +43,14 @@ from lab import GREEDY, ROOT, origin, parser_of, say, stored
 from served_live import DRAFT, await_version, demo_prompts, publish, temporary_folder, windowed
 from served_publications import Clients, following
 
-from spectune.engines.protocol import Load, Prompt, Wanted
-from spectune.engines.vllm.execute import RunningServer, client_of, sending
+from spectune.engines.engine import Load, Prompt, Wanted
 from spectune.engines.vllm.folder import Tail, table_of
 from spectune.engines.vllm.retrace import Retracer
+from spectune.engines.vllm.running import RunningServer, client_of, sending
 from spectune.engines.vllm.server import ServerProcess, installed, reason_in
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import record_on
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.replay.trace import open_trace
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.errors import EngineError

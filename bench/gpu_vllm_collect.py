@@ -34,8 +34,8 @@ from spectune.engines.vllm.folder import (
     ServerDescription,
     parse_line,
 )
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.simulate.trace import simulate
+from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.replay.trace import simulate
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.recording.panoramas import record_panorama
 from spectune.traces.recording import Asked

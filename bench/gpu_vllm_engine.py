@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_engine import Replaceable, Steps
 from vllm_faults import compare_steps, decide, num_differing
 
-from spectune.engines.protocol import Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm.agent import Scheduler
 from spectune.engines.vllm.server import installed, server_arguments
 

@@ -30,18 +30,18 @@ from pairs import fixed, make_pair, top_k
 from synthetic import flat_profile, with_heads
 
 from spectune.db.database import open_database
-from spectune.engines.protocol import Load, Prompt, Running
-from spectune.optimizer.artifacts import fitted
+from spectune.engines.engine import Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
-from spectune.optimizer.fit.tuning import fit_drafts
+from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.on_engine import record_on
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
-from spectune.optimizer.shortlisted import ShortlistedDrafts
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.record import PanoramaSpec, draft_reader, record, record_panoramas
+from spectune.optimizer.recording.shortlisted import ShortlistedDrafts
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.spaces import DraftLimits
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.race import Comparison
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for

@@ -49,15 +49,15 @@ from lab import (
     stored,
 )
 
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
+from spectune.engines.engine import Answered, Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
-from spectune.optimizer.engine_profile import Design, serve_design
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import Turns, execute, prompts_of
-from spectune.optimizer.record import PanoramaSpec
-from spectune.optimizer.simulate.load import Objective, Served, loads_of
-from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.optimizer.tuning.engine import EngineBench, engine_bench, served_of
+from spectune.optimizer.recording.engine_profile import Design, serve_design
+from spectune.optimizer.recording.on_engine import Turns, execute, prompts_of
+from spectune.optimizer.recording.record import PanoramaSpec
+from spectune.optimizer.replay.loads import Objective, Served, loads_of
+from spectune.optimizer.replay.served_costs import costs_of_engine
+from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench, served_of
 from spectune.optimizer.tuning.load_search import LoadStudy
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

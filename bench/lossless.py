@@ -10,8 +10,8 @@ import torch
 from lab import SAMPLINGS, Lab, laboratory, say, spread_over, tau_of, unlike
 
 from spectune.optimizer.execute import Encoded
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.tables import Trajectory
 

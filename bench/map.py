@@ -35,14 +35,14 @@ from lab import (
 from map_costs import Floats, flat, grid_profile, named, price
 from pairs import fixed, top_k
 
-from spectune.engines.protocol import Load
-from spectune.engines.rules import RULES
-from spectune.optimizer.fit.tuning import fit_drafts
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
-from spectune.optimizer.simulate.serving import serve
-from spectune.optimizer.simulate.step_costs import StepCosts, Surface, step_costs
-from spectune.optimizer.simulate.tree_tables import ABSENT
+from spectune.engines.engine import Load
+from spectune.engines.serving_rules import RULES
+from spectune.optimizer.fit.for_tuning import fit_drafts
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.replay.serving import serve
+from spectune.optimizer.replay.step_costs import StepCosts, Surface, step_costs
+from spectune.optimizer.replay.tree_tables import ABSENT
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

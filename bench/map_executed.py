@@ -28,9 +28,9 @@ from map_costs import Named, named
 from pairs import fixed, top_k
 
 from spectune.optimizer.execute import encode_recorded
-from spectune.optimizer.fit.tuning import fit_drafts
+from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy

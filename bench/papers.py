@@ -55,9 +55,9 @@ from spectune.optimizer.fit.c2t import Examples, classifier_examples, fit_c2t, t
 from spectune.optimizer.fit.heterospec import STARTS, bin_rounds, fit_heterospec
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource, tree_source
 from spectune.optimizer.fit.shared import StoredFit
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.search import SearchStudy, search
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay
 from spectune.optimizer.spaces import DraftLimits, Space
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import CLASSIFIER, FittedArtifact

@@ -8,9 +8,9 @@ from typing import Any
 from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 
 from spectune.optimizer.execute import DecodeOptions, encode
-from spectune.optimizer.simulate.trace import open_trace
-from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.tuning.native import TuneOptions, tune_pair
+from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.race import race
 from spectune.optimizer.tuning.timings import finite

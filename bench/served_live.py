@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from lab import ROOT, interval_of, requests
 
-from spectune.engines.protocol import Prompt, Wanted
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.engine import Prompt, Wanted
 from spectune.engines.vllm.folder import read_status
+from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import prompts_of
+from spectune.optimizer.recording.on_engine import prompts_of
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.text_codec import load_codec

@@ -21,14 +21,14 @@ from lab import demo, record_engine, requests, say, stored
 from load import errors
 from served_live import DRAFT, MOST, PAIR, demo_prompts, serving, temporary_folder, windowed
 
-from spectune.engines.protocol import Load
-from spectune.optimizer.engine_profile import Design, serve_design
+from spectune.engines.engine import Load
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import execute
-from spectune.optimizer.record import PanoramaSpec
-from spectune.optimizer.simulate.load import Objective, Served, loads_of
-from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.optimizer.tuning.engine import EngineBench, engine_bench, served_of
+from spectune.optimizer.recording.engine_profile import Design, serve_design
+from spectune.optimizer.recording.on_engine import execute
+from spectune.optimizer.recording.record import PanoramaSpec
+from spectune.optimizer.replay.loads import Objective, Served, loads_of
+from spectune.optimizer.replay.served_costs import costs_of_engine
+from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench, served_of
 from spectune.runtime.policies.document import Policy
 
 TOKENS, PASSES, BUSY, LIMIT = 48, 2, 0.7, 0.08

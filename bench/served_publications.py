@@ -26,8 +26,8 @@ from served_live import (
     windowed,
 )
 
-from spectune.engines.protocol import Prompt
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.engine import Prompt
+from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import EngineError

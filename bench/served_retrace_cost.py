@@ -17,11 +17,11 @@ import numpy as np
 from lab import say, stored
 from served_live import PAIR, SEATS, demo_prompts, ratio, serving, temporary_folder, windowed
 
-from spectune.engines.protocol import Answered, Load, Prompt, numbered
+from spectune.engines.engine import Answered, Load, Prompt, numbered
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import record_on
+from spectune.optimizer.recording.on_engine import record_on
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording

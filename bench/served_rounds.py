@@ -24,13 +24,13 @@ import numpy.typing as npt
 from lab import ROOT, chain, requests, say, stored
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import prompts_of, record_on
-from spectune.optimizer.simulate.trace import open_trace, simulate
+from spectune.optimizer.recording.on_engine import prompts_of, record_on
+from spectune.optimizer.replay.trace import open_trace, simulate
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.text_codec import load_codec

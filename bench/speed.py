@@ -22,9 +22,9 @@ from synthetic import drifting_text, flat_profile
 
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.simulate.forest import tabulate_growth
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.forest import tabulate_growth
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare

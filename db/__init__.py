@@ -1,8 +1,7 @@
 """Remembers: tables, sessions and migrations on SQLite and PostgreSQL. Imports nothing of ours."""
 
-from spectune.db.check import check
 from spectune.db.database import Database, open_database, upgrade
-from spectune.db.errors import (
+from spectune.db.database_errors import (
     CorruptedChunkError,
     DatabaseError,
     NotFoundError,
@@ -10,6 +9,7 @@ from spectune.db.errors import (
     StaleVersionError,
     UnavailableError,
 )
+from spectune.db.integrity import check
 
 __all__ = [
     "CorruptedChunkError",

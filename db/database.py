@@ -20,7 +20,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from spectune.db.base import Identity
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 from spectune.db.failures import BUSY_TIMEOUT_S, translated
 from spectune.db.migrate import HEAD, migrate, revision
 from spectune.db.urls import parse_url, shown

@@ -12,7 +12,7 @@ from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from spectune.db.errors import DatabaseError, UnavailableError
+from spectune.db.database_errors import DatabaseError, UnavailableError
 from spectune.db.urls import shown
 
 BUSY_TIMEOUT_S = 60

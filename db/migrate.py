@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import Connection, MetaData, inspect, text
 
 from spectune.db.base import Base
-from spectune.db.errors import SchemaError
+from spectune.db.database_errors import SchemaError
 from spectune.db.urls import shown
 
 HEAD = "0001"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 
 _REMEDY = (
     "write a file name (./NAME if it has a colon), sqlite:///FILE or postgresql://USER@HOST/NAME"

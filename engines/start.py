@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spectune.engines.abilities import engine_named
-from spectune.engines.protocol import Running, Wanted
+from spectune.engines.engine import Running, Wanted
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import EngineError
 

@@ -18,10 +18,10 @@ import torch
 
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.profiles import served_contexts
-from spectune.optimizer.record import PanoramaSpec, put_policies, record, record_panoramas
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.recording.record import PanoramaSpec, put_policies, record, record_panoramas
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.tuning.parts import mixed
 from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import Worth, independent, judge, speedup
@@ -30,7 +30,7 @@ from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.profiling.fit import fit_profile, shapes_of, table_over
+from spectune.runtime.profiling.regression import fit_profile, shapes_of, table_over
 from spectune.runtime.progress import Progress
 from spectune.traces.conversations import Index, summed
 from spectune.traces.cost_table import FloatArray

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from spectune.optimizer.execute import probe_s
-from spectune.optimizer.record import whole_texts
+from spectune.optimizer.recording.record import whole_texts
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.profiling import environment, measure_profile

@@ -17,8 +17,8 @@ from typing import Any
 
 import optuna
 
-from spectune.optimizer.simulate.replay import could_reach, run_replay, shortlist_could_reach
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import could_reach, run_replay, shortlist_could_reach
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import Space, complexity
 from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.policies.artifacts import Artifacts

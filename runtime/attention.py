@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from spectune.runtime.cuda.attention import attention_runs, split_attention
+from spectune.runtime.cuda.split_attention import attention_runs, split_attention
 
 NAME = "spectune"
 MASKED_ROWS = 128

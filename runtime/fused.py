@@ -20,9 +20,9 @@ from spectune.runtime.attention import attend
 from spectune.runtime.cache import CacheView, LayerShape, PassTokens, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
-from spectune.runtime.cuda.attention import DTYPES, attention_runs, split_attention
 from spectune.runtime.cuda.launch import kernels_run, switched_on, try_launch
 from spectune.runtime.cuda.layers import Norm
+from spectune.runtime.cuda.split_attention import DTYPES, attention_runs, split_attention
 
 Product = tuple[Tensor, Tensor | None]
 """A weight and its bias."""

@@ -45,7 +45,7 @@ USAGE = frozenset(
 
 _processes = multiprocessing.get_context("forkserver")
 IMPORTED = (
-    *("spectune.cli", "spectune.optimizer.tuning.native", "spectune.optimizer.serving"),
+    *("spectune.cli", "spectune.optimizer.tuning.native", "spectune.optimizer.in_force"),
     *("spectune.optimizer.commands.tune", "spectune.runtime.profiling"),
     *("transformers.models.llama.modeling_llama", "numba", "sklearn.linear_model"),
     *("sklearn.tree", "sklearn.feature_extraction.text"),

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spectune.optimizer.simulate.chain_tables import AGREE_NO, AGREE_NONE, AGREE_YES
-from spectune.optimizer.simulate.forest import Forest
+from spectune.optimizer.replay.chain_tables import AGREE_NO, AGREE_NONE, AGREE_YES
+from spectune.optimizer.replay.forest import Forest
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
 from spectune.runtime.policies.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from databases import opened
 
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, StaticSource

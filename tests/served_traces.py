@@ -13,11 +13,11 @@ from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Load, chain_round
-from spectune.engines.rules import ServingRules
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.optimizer.simulate.step_costs import step_costs
+from spectune.engines.engine import Load, chain_round
+from spectune.engines.serving_rules import ServingRules
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.serving import Simulated, serve
+from spectune.optimizer.replay.step_costs import step_costs
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.policies.stops import compile_stop

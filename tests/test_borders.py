@@ -27,7 +27,7 @@ from trace_values import (
 )
 
 from spectune.cli import main
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 from spectune.optimizer.inputs import read_files
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.policies.plan import prepare

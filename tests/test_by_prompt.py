@@ -28,16 +28,16 @@ from test_lossless import PROMPTS
 from trace_values import a_panorama, a_trajectory
 from transformers import AutoModelForCausalLM
 
-from spectune.engines.export import engine_settings
-from spectune.optimizer.artifacts import fitted
+from spectune.engines.server_settings import engine_settings
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.by_prompt import fit_chooser
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.record import PanoramaSpec, record
-from spectune.optimizer.serving import watch
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.in_force import watch
+from spectune.optimizer.recording.record import PanoramaSpec, record
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.parts import split
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair

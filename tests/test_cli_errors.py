@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spectune import api, options, settings
 from spectune.cli import main
-from spectune.optimizer.commands.session import write_text
+from spectune.optimizer.commands.common import write_text
 from spectune.optimizer.inputs import read_files
 from spectune.runtime.decoder import Decoder
 from spectune.settings import RequestsSettings

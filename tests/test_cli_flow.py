@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 import spectune.optimizer.commands.profile
 import spectune.optimizer.commands.report
 import spectune.optimizer.commands.tune
-from spectune.db.errors import DatabaseError
-from spectune.optimizer import processes
+from spectune.db.database_errors import DatabaseError
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
+from spectune.optimizer.recording import processes
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document

@@ -20,10 +20,10 @@ from trace_values import a_trajectory
 
 from spectune.engines.abilities import VLLM
 from spectune.optimizer.fit.by_prompt import RIDGES, fit_ridge
-from spectune.optimizer.simulate.load import Objective
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.decoder import NativeBench
-from spectune.optimizer.tuning.engine import EngineBench
+from spectune.optimizer.replay.loads import Objective
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.engine_bench import EngineBench
+from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.parts import Parts, mixed, recorded_parts, split
 from spectune.traces.conversations import conversations, conversations_of
 from spectune.traces.schema import Counts, Outcome, RequestOutcome, Sampling, Tokens

@@ -21,7 +21,7 @@ from waiting import eventually
 from spectune.optimizer.changes import changes_of, label_of, shares_of
 from spectune.optimizer.deployment import other_sampling, sampling_of, tuned_for
 from spectune.optimizer.execute import DecodeOptions, encode, outcome, run
-from spectune.optimizer.serving import watch
+from spectune.optimizer.in_force import watch
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.plan import prepare
@@ -216,8 +216,8 @@ def test_an_engine_follows_the_deployment_of_its_name(
         raise EngineError("not started here")
 
     monkeypatch.setattr("spectune.optimizer.commands.decoding.start", stops)
-    monkeypatch.setattr("spectune.optimizer.commands.session.sees_cuda", lambda: True)
-    monkeypatch.setattr("spectune.optimizer.commands.session.hardware", lambda _: "NVIDIA L4")
+    monkeypatch.setattr("spectune.optimizer.commands.common.sees_cuda", lambda: True)
+    monkeypatch.setattr("spectune.optimizer.commands.common.hardware", lambda _: "NVIDIA L4")
     door = Door(str(tmp_path / "x.db"))
     for engine, named, where in (
         ("vllm", (), "on cuda:NVIDIA L4 in deployment vllm;"),

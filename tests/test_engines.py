@@ -16,12 +16,12 @@ from doors import Door
 from synthetic import policy
 
 from spectune.engines.abilities import ENGINES, VLLM, engine_named
-from spectune.engines.export import schedule_of
+from spectune.engines.server_settings import schedule_of
 from spectune.engines.vllm.command import every_gamma
 from spectune.engines.vllm.prompt_lookup import copied
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace, simulate
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.replay.trace import open_trace, simulate
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import (

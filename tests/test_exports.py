@@ -13,7 +13,7 @@ from doors import Door
 from pairs import top_k
 from synthetic import policy
 
-from spectune.engines.export import engine_line, engine_settings
+from spectune.engines.server_settings import engine_line, engine_settings
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, ByLoadWindow, Policy, parse_policy
 from spectune.traces.errors import PolicyError

@@ -22,8 +22,8 @@ from spectune.optimizer.fit.c2t import classifier_examples
 from spectune.optimizer.fit.heterospec import bin_rounds
 from spectune.optimizer.fit.recorded_trees import RecordedTrees
 from spectune.optimizer.fit.sequoia import rank_acceptance
-from spectune.optimizer.serving import last_good, watch
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.in_force import last_good, watch
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.parts import split
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import Policy, parse_policy

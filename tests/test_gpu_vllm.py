@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from doubles import served
 
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.traces.errors import EngineError

@@ -26,8 +26,8 @@ from test_tree_parity import (
 )
 
 from spectune.optimizer.execute import DecodeOptions, encode, run
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource

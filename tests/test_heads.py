@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectune.engines.export import engine_settings
+from spectune.engines.server_settings import engine_settings
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.checkpoints import is_head
 from spectune.runtime.drafts.eagle import columns

@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, eventually
 
 from spectune.db import DatabaseError
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.serving import earlier_winners, ready_plan, watch
+from spectune.optimizer.in_force import earlier_winners, ready_plan, watch
 from spectune.optimizer.tuning.pipeline import incumbent_of
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair

@@ -18,7 +18,7 @@ from spectune.runtime import fused
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda import layers
-from spectune.runtime.cuda.attention import (
+from spectune.runtime.cuda.split_attention import (
     LAUNCH,
     attention_kernels,
     attention_runs,

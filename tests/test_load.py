@@ -29,10 +29,10 @@ from sqlalchemy import select
 from spectune.api import simulate
 from spectune.db import upgrade
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted
-from spectune.optimizer.simulate.load import Objective, Served
-from spectune.optimizer.simulate.serving import Simulated
-from spectune.optimizer.tuning.engine import EngineBench, engine_bench
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.optimizer.replay.loads import Objective, Served
+from spectune.optimizer.replay.serving import Simulated
+from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench
 from spectune.optimizer.tuning.load_search import LoadStudy
 from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.pair import PairSpec, read_pair
@@ -259,7 +259,7 @@ def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
             raise EngineError("it cannot load ngram")
         return Simulating(noise, drafting)
 
-    monkeypatch.setattr("spectune.optimizer.tuning.load.start", start)
+    monkeypatch.setattr("spectune.optimizer.tuning.load_bench.start", start)
     return started
 
 

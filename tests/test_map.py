@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spectune.optimizer.simulate.replay import run_replay
+from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.pair import read_pair
 

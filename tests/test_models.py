@@ -31,8 +31,8 @@ from transformers import (
 )
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.load_model import load_model
 from spectune.runtime.loading import LoadedPair, load_pair

@@ -14,9 +14,9 @@ from doors import Door, lines, write_lines
 from doubles import served
 from synthetic import policy
 
-from spectune.engines.protocol import Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.start import start
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.errors import EngineError

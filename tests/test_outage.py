@@ -21,8 +21,8 @@ from waiting import PATIENCE_S, eventually
 from spectune.db import UnavailableError
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.work import tuning_job
+from spectune.optimizer.in_force import watch
 from spectune.optimizer.schedule import add_schedule, list_schedules, run_worker
-from spectune.optimizer.serving import watch
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.reload import WatchedSource

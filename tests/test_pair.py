@@ -15,7 +15,7 @@ from doors import Door
 from pairs import tiny_model
 from safetensors.torch import load_file, save_file
 
-from spectune.engines.export import engine_settings
+from spectune.engines.server_settings import engine_settings
 from spectune.runtime.checkpoints import is_head
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair

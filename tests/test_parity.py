@@ -17,9 +17,9 @@ from test_lossless import policies
 from test_tree_parity import CASES
 from test_verifiers import logits_after
 
-from spectune.optimizer.simulate.chain_tables import AGREE_YES, join_chains
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.chain_tables import AGREE_YES, join_chains
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.protocol import DraftContext

@@ -16,7 +16,7 @@ from synthetic import policy
 from trace_values import a_trajectory
 
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.report.tuning import page, report_on
+from spectune.optimizer.report.tuning_page import page, report_on
 from spectune.optimizer.tuning.bench import (
     PartName,
     Prediction,

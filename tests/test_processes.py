@@ -17,8 +17,8 @@ from databases import opened
 from distributed import LocalCluster
 from doors import Door, write_workload
 
-from spectune.optimizer import processes
-from spectune.optimizer.processes import on_every_core
+from spectune.optimizer.recording import processes
+from spectune.optimizer.recording.processes import on_every_core
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import SpectuneError
 from spectune.traces.tables import Panorama

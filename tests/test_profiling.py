@@ -24,7 +24,7 @@ from spectune.optimizer.profiles import (
     served_contexts,
     stored_profile,
 )
-from spectune.optimizer.record import texts_to_profile
+from spectune.optimizer.recording.record import texts_to_profile
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.loading import LoadedPair, load_pair
@@ -33,7 +33,7 @@ from spectune.runtime.profiling import (
     ACCEPTED_ERROR,
     measure_profile,
 )
-from spectune.runtime.profiling.fit import Prefill, fit_profile, shapes_of
+from spectune.runtime.profiling.regression import Prefill, fit_profile, shapes_of
 from spectune.traces.cost_table import terms_from_json
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling, Tokens

@@ -24,8 +24,8 @@ from spectune.optimizer.commands.work import tuning_job
 from spectune.optimizer.deployment import tuned_for
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.fit.shared import texts_to_fit
-from spectune.optimizer.record import PanoramaSpec, record
-from spectune.optimizer.report.tuning import page, report_on
+from spectune.optimizer.recording.record import PanoramaSpec, record
+from spectune.optimizer.report.tuning_page import page, report_on
 from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.parts import deal, recorded_parts
 from spectune.runtime.loading import LoadedPair

@@ -18,7 +18,7 @@ from test_report import PLAIN, SLOWER, WINNER
 from test_report import tuned as results
 
 import spectune
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.inputs import read_files
@@ -80,7 +80,7 @@ import os
 import torch
 from transformers.utils import logging
 import spectune
-from spectune.optimizer import processes
+from spectune.optimizer.recording import processes
 from spectune.optimizer.commands.outcomes import tuning_result
 
 def switches():

@@ -18,9 +18,9 @@ from recorded_texts import plain_texts
 from synthetic import policy
 
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.search import PREDICTION_ERROR, SearchStudy, Trial, rivals
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.bench import Bench, Prediction
 from spectune.optimizer.tuning.pipeline import ProveOptions, confirm_winner, run_race
 from spectune.optimizer.tuning.race import BLOCK, eliminate, fastest_of

@@ -18,10 +18,10 @@ from recorded_texts import trace_of
 from synthetic import flat_profile
 from trace_values import a_tree
 
-from spectune.optimizer import record as recorder
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.recording import record as recorder
+from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.search import SearchStudy, Trial
-from spectune.optimizer.simulate.replay import run_replay
 from spectune.optimizer.tuning import pair_search
 from spectune.optimizer.tuning.native import PairBench, PairRecording, TuneOptions
 from spectune.optimizer.tuning.pair_search import PairSearch

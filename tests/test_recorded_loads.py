@@ -16,7 +16,7 @@ from doors import Door
 from served_traces import recorded, simulated, trace_of, window
 from trace_values import a_panorama
 
-from spectune.engines.protocol import Load
+from spectune.engines.engine import Load
 from spectune.optimizer.tuning.sources import ServerTuned, gather
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.store import TraceStore

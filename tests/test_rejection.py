@@ -19,10 +19,10 @@ from synthetic import flat_profile, policy
 from test_verifiers import logits_after
 
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.report.words import rejection_in_words
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.decoder import NativeBench
 from spectune.optimizer.tuning.native import PairBench, TuneOptions
+from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.rejection import (
     DRAWS,

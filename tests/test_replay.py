@@ -15,8 +15,8 @@ from oracle import RoundSeconds, replay_rounds
 from synthetic import chain_panorama, flat_profile, policy, with_terms
 from trace_values import a_panorama, a_trajectory
 
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.costs import RoundKind, middles, round_costs, round_seconds
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.policies.plan import prepare

@@ -23,7 +23,7 @@ from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.terminal import Terminal
 from spectune.optimizer.commands.tune import tuning_result
-from spectune.optimizer.report.tuning import TuningReport, deploy_command, page
+from spectune.optimizer.report.tuning_page import TuningReport, deploy_command, page
 from spectune.optimizer.report.words import (
     AT_A_RATE,
     GAINS,

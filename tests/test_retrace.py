@@ -17,7 +17,7 @@ from token_ids import encoded
 
 from spectune import api
 from spectune.engines.vllm import retrace as module
-from spectune.optimizer.simulate.trace import simulate
+from spectune.optimizer.replay.trace import simulate
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.errors import EngineError

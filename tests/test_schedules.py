@@ -23,7 +23,7 @@ from sqlalchemy import text, update
 from waiting import PATIENCE_S, eventually
 
 from spectune.db.database import Database, open_database
-from spectune.db.errors import UnavailableError
+from spectune.db.database_errors import UnavailableError
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.schedule import Job, ScheduleError, next_slot, run_worker
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS

@@ -13,6 +13,8 @@ import pytest
 from synthetic import chain_panorama, flat_profile
 
 from spectune.optimizer.deployment import Place
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.search import (
     TIE,
@@ -21,8 +23,6 @@ from spectune.optimizer.search import (
     finalists,
     search,
 )
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.spaces import GROUPS, DraftLimits, Space, complexity, kind_of
 from spectune.optimizer.tuning.confirm import Confirmation
 from spectune.optimizer.tuning.parts import mixed, split

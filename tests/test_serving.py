@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from served_traces import COSTS, PROFILE, RULES, recorded, simulated, tables, trace_of, window
 
-from spectune.engines.protocol import Load
-from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer.simulate.chain_tables import AGREE_NONE, AGREE_YES
-from spectune.optimizer.simulate.load import Objective, Served, loads_of
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.served_costs import (
+from spectune.engines.engine import Load
+from spectune.engines.serving_rules import ServingRules, rules_of
+from spectune.optimizer.replay.chain_tables import AGREE_NONE, AGREE_YES
+from spectune.optimizer.replay.loads import Objective, Served, loads_of
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.served_costs import (
     ServedCosts,
     ServedStep,
     costs_of_engine,
     fit_served,
     served_steps,
 )
-from spectune.optimizer.simulate.serving import serve
-from spectune.optimizer.simulate.step_costs import StepCosts, StepLoad, step_seconds, step_terms
+from spectune.optimizer.replay.serving import serve
+from spectune.optimizer.replay.step_costs import StepCosts, StepLoad, step_seconds, step_terms
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.schema import Sampling

@@ -15,11 +15,11 @@ from recorded_texts import keep, plain_texts, same_rounds
 from synthetic import flat_profile, over_rows, with_heads, with_terms
 from test_shortlists import make_shortlisted_pair, order, routing
 
-from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.shortlisted import ShortlistedDrafts, record_setting
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.recording.shortlisted import ShortlistedDrafts, record_setting
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import BINS, FREQUENCIES, ROUTER
 from spectune.runtime.policies.document import Policy, parse_policy

@@ -16,8 +16,8 @@ from doors import Door
 from served_traces import record_server
 from trace_values import a_trajectory
 
-from spectune.db.errors import NotFoundError
-from spectune.optimizer.processes import dask_workers
+from spectune.db.database_errors import NotFoundError
+from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.report.words import EVIDENCE
 from spectune.optimizer.tuning.sources import recording_named, sample_since
 from spectune.options import from_document, read_config

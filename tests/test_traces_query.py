@@ -28,9 +28,9 @@ from trace_values import (
 
 from spectune.api import simulate
 from spectune.db import NotFoundError
-from spectune.engines.protocol import Answered
+from spectune.engines.engine import Answered
 from spectune.optimizer import schedule as schedules
-from spectune.optimizer.on_engine import outcome_on
+from spectune.optimizer.recording.on_engine import outcome_on
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival

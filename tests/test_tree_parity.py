@@ -14,8 +14,8 @@ from recorded_texts import plain_texts, same_rounds, shape
 from synthetic import flat_profile, with_terms
 from test_lossless import PROMPTS
 
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Nodes, ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Nodes, ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts, FittedArtifact
 from spectune.runtime.policies.document import Policy, parse_policy

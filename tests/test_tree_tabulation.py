@@ -10,8 +10,8 @@ import pytest
 import tree_reference as reference
 from test_trees import random_growth
 
-from spectune.optimizer.simulate.forest import Forest, tabulate_growth
-from spectune.optimizer.simulate.tree_tables import ABSENT, GrowthTable
+from spectune.optimizer.replay.forest import Forest, tabulate_growth
+from spectune.optimizer.replay.tree_tables import ABSENT, GrowthTable
 from spectune.runtime.trees.grow import TreeRule
 
 STARTS = 60

@@ -19,8 +19,8 @@ from waiting import PATIENCE_S, eventually
 
 from spectune.engines.vllm.follow import Follower
 from spectune.engines.vllm.locks import FolderLock
-from spectune.optimizer.simulate.trace import simulate
-from spectune.optimizer.tuning.server import connect, put_published
+from spectune.optimizer.replay.trace import simulate
+from spectune.optimizer.tuning.server_bench import connect, put_published
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import TraceError

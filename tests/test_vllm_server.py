@@ -17,8 +17,8 @@ from doubles import REFUSED, FakeVllm, served
 from synthetic import policy
 from waiting import eventually
 
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer, installed, reason_in, server_arguments
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec, read_pair
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_one_line(
             execute(connected(fake), Load(), prompts=[Prompt("x", "", ids)])
     with pytest.raises(TraceError, match="arrivals are seconds from the start, and never fall"):
         Load(arrivals=(1.0, 0.5))
-    monkeypatch.setattr("spectune.engines.vllm.execute.NOTED_S", 0.1)
+    monkeypatch.setattr("spectune.engines.vllm.running.NOTED_S", 0.1)
     fake.noting = False
     with pytest.raises(EngineError, match=r"notes nothing of it: .*the folder is another server's"):
         connected(fake)
@@ -254,7 +254,7 @@ def test_a_python_without_vllm_is_said_with_what_to_install(
 
 
 STARTING = """
-from spectune.engines.protocol import Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.pair import read_pair
 OwnServer(read_pair("demo"), Wanted("none"))

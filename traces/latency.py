@@ -18,7 +18,7 @@ class Costs:
     :class:`traces.tables.LatencyProfile` answers.
 
     ``terms`` by name; a term that is not there costs nothing. :mod:`runtime.costs` says which of
-    them a round consists of, :mod:`optimizer.simulate.step_costs` which a step of an engine.
+    them a round consists of, :mod:`optimizer.replay.step_costs` which a step of an engine.
 
     - The target: ``target`` (rows, context), ``tree target`` and ``sampled target`` (rows): what
       its pass takes more for a tree, and at temperature > 0; ``noise``: per emitted token at

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spectune.engines.export import vllm_settings
+from spectune.engines.server_settings import vllm_settings
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.blocks import ByLoadWindow
 from spectune.runtime.text_codec import positions_of

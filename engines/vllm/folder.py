@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import chain_round
+from spectune.engines.engine import chain_round
 from spectune.runtime.policies.document import ByLoadWindow, FixedWindow, Policy
 from spectune.traces.errors import TraceError
 from spectune.traces.files import replacing

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import zstandard
 
-from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
+from spectune.db.database_errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.engines.vllm.folder import (
     NotedRequest,
     ServerDescription,

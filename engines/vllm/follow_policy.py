@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spectune.db.database import Database
-from spectune.db.errors import NotFoundError
+from spectune.db.database_errors import NotFoundError
 from spectune.engines.vllm.folder import (
     FORMAT,
     ServerDescription,

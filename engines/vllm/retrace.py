@@ -23,9 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.abilities import engine_named
-from spectune.engines.vllm.execute import RunningServer
 from spectune.engines.vllm.folder import SENT, RetracedRequest, Tail, parse_line
 from spectune.engines.vllm.follow_policy import is_same
+from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import EngineError, PairError, TraceError

@@ -20,9 +20,9 @@ from typing import Final
 
 import httpx2
 
-from spectune.engines.protocol import Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm.command import speculative_config
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.checkpoints import checkpoint, read_config
 from spectune.runtime.pair import PairSpec
 from spectune.traces.errors import EngineError, PairError

@@ -12,9 +12,9 @@ from typing import Any
 
 from spectune.engines.vllm.command import short_draft
 from spectune.optimizer.check import PairCheck, check_pair, memory
+from spectune.optimizer.commands.common import Talk, next_command, open_store, pair_of
 from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import Talk, next_command, open_store, pair_of
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import interval
 from spectune.optimizer.tuning.confirm import FLOOR

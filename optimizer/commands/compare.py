@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import Talk, open_store
 from spectune.optimizer.commands.traces import filter_of
 from spectune.optimizer.inputs import named_policy
 from spectune.settings import TracesCompare

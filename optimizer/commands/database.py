@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spectune.db.check import check as check_database
 from spectune.db.database import upgrade
+from spectune.db.integrity import check as check_database
+from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.optimizer.commands.session import Talk, open_store
 from spectune.options import unknown
 from spectune.settings import DbCheck, DbPrune, DbShow
 from spectune.traces.store.export import plain

@@ -10,15 +10,15 @@ from typing import Any
 from transformers.utils import logging
 
 from spectune.engines.abilities import engine_named
-from spectune.engines.protocol import Load, Prompt, Running, Wanted
+from spectune.engines.engine import Load, Prompt, Running, Wanted
 from spectune.engines.start import start
-from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.commands.session import Talk, deployment_for, device_of, policy_named
+from spectune.optimizer.commands.common import Talk, deployment_for, device_of, policy_named
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import narrow, read_files
-from spectune.optimizer.on_engine import check_options, prompts_of
 from spectune.optimizer.overlong import made_to_fit
+from spectune.optimizer.recording.on_engine import check_options, prompts_of
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.checkpoints import ignored_settings
 from spectune.runtime.decoder import prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair

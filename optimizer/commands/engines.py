@@ -9,8 +9,8 @@ from typing import Any
 from spectune.db.urls import parse_url, shown
 from spectune.engines.abilities import ENGINES
 from spectune.engines.vllm.command import server_arguments, short_draft
+from spectune.optimizer.commands.common import Talk, next_command, pair_of
 from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.optimizer.commands.session import Talk, next_command, pair_of
 from spectune.settings import Engines
 
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
 from spectune.optimizer.commands.decoding import load
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import Talk, open_store, pair_of, policy_named
 from spectune.optimizer.fit.by_prompt import fit_recorded
 from spectune.optimizer.fit.c2t import fit_c2t
 from spectune.optimizer.fit.dynaspec import fit_router

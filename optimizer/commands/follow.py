@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spectune.engines.vllm.follow import Follower, Limits
+from spectune.optimizer.commands.common import Talk, names_pair, open_store, pair_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import Talk, names_pair, open_store, pair_of
 from spectune.optimizer.schedule.worker import stop_on_signals
 from spectune.settings import Follow
 from spectune.traces.errors import ConfigError

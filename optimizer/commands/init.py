@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from spectune.optimizer.commands.common import Talk, write_text
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import Talk, write_text
 from spectune.options import Option, options_of
 from spectune.runtime.pair import read_pair
 from spectune.settings import File, Init

@@ -7,16 +7,16 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import (
+from spectune.optimizer.commands.common import (
     Talk,
     next_command,
     note_missing_panoramas,
 )
+from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.simulate.load import Objective, Served
-from spectune.optimizer.tuning.engine import EngineBench, constant, engine_bench
-from spectune.optimizer.tuning.load import (
+from spectune.optimizer.replay.loads import Objective, Served
+from spectune.optimizer.tuning.engine_bench import EngineBench, constant, engine_bench
+from spectune.optimizer.tuning.load_bench import (
     LoadBench,
     LoadSearch,
     about_bench,

@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from spectune.engines.export import engine_line, engine_settings
-from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.optimizer.commands.session import (
+from spectune.engines.server_settings import engine_line, engine_settings
+from spectune.optimizer.commands.common import (
     Talk,
     device_of,
     names_pair,
@@ -18,16 +16,18 @@ from spectune.optimizer.commands.session import (
     pair_of,
     policy_named,
 )
+from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.optimizer.deployment import refusal
-from spectune.optimizer.inputs import named_policy, published_policy
-from spectune.optimizer.rollback import earlier, origin
-from spectune.optimizer.servers import (
+from spectune.optimizer.followed_servers import (
     Servers,
     able_servers,
     answers_in_words,
     newest_answers,
     wait_for_answers,
 )
+from spectune.optimizer.inputs import named_policy, published_policy
+from spectune.optimizer.rollback import earlier, origin
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.policies.document import Policy, differences
 from spectune.runtime.policies.plan import prepare
 from spectune.settings import (

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from spectune.engines.protocol import Prompt
+from spectune.engines.engine import Prompt
+from spectune.optimizer.commands.common import Talk, open_store, pair_of
 from spectune.optimizer.commands.decoding import NATIVE, load, quiet_transformers
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import Talk, open_store, pair_of
-from spectune.optimizer.engine_profile import Design, profile_engine, step_table
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.on_engine import prompts_of
 from spectune.optimizer.profiles import served_contexts
-from spectune.optimizer.record import texts_to_profile, whole_texts
-from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.optimizer.recording.engine_profile import Design, profile_engine, step_table
+from spectune.optimizer.recording.on_engine import prompts_of
+from spectune.optimizer.recording.record import texts_to_profile, whole_texts
+from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile

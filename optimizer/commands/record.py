@@ -5,6 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from spectune.optimizer.commands.common import (
+    DECODED,
+    Talk,
+    open_store,
+    pair_of,
+    policy_named,
+)
 from spectune.optimizer.commands.decoding import (
     NATIVE,
     ServedWorkload,
@@ -15,19 +22,12 @@ from spectune.optimizer.commands.decoding import (
     read_workload,
 )
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import (
-    DECODED,
-    Talk,
-    open_store,
-    pair_of,
-    policy_named,
-)
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import record_on
-from spectune.optimizer.processes import dask_workers
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.record import record as record_texts
-from spectune.optimizer.serving import last_good
+from spectune.optimizer.in_force import last_good
+from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.processes import dask_workers
+from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.recording.record import record as record_texts
 from spectune.optimizer.tuning.sources import recording_named
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spectune.db.errors import DatabaseError
-from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import (
+from spectune.db.database_errors import DatabaseError
+from spectune.optimizer.commands.common import (
     Talk,
     check_writable,
     database_files,
     open_store,
     write_text,
 )
-from spectune.optimizer.report.tuning import page, report_on
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.report.tuning_page import page, report_on
 from spectune.optimizer.report.words import headline
 from spectune.settings import Report
 from spectune.traces.errors import OutputError

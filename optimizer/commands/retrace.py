@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from spectune.engines.vllm.execute import RunningServer
 from spectune.engines.vllm.retrace import Retracer
+from spectune.engines.vllm.running import RunningServer
+from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Row, Table
-from spectune.optimizer.commands.session import Talk, open_store
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.trace import open_trace
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.settings import Retrace
 from spectune.traces.store import TraceStore

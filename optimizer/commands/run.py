@@ -10,8 +10,18 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from spectune.engines.protocol import Answered
+from spectune.engines.engine import Answered
 from spectune.optimizer.changes import Shares, change_in_words, changes_of, label_of, shares_of
+from spectune.optimizer.commands.common import (
+    Talk,
+    check_writable,
+    deployment_for,
+    open_store,
+    pair_of,
+    policy_named,
+    rounds_of,
+    write_rows,
+)
 from spectune.optimizer.commands.decoding import (
     NATIVE,
     ServedWorkload,
@@ -23,29 +33,19 @@ from spectune.optimizer.commands.decoding import (
 )
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import (
-    Talk,
-    check_writable,
-    deployment_for,
-    open_store,
-    pair_of,
-    policy_named,
-    rounds_of,
-    write_rows,
-)
 from spectune.optimizer.execute import DecodeOptions, encode, outcome
 from spectune.optimizer.execute import run as execute
 from spectune.optimizer.generate import generate as stream
+from spectune.optimizer.in_force import watch
 from spectune.optimizer.inputs import outcome_json
-from spectune.optimizer.on_engine import (
+from spectune.optimizer.recording.on_engine import (
     about_recording,
     latency_on,
     outcome_on,
     verifier_of,
 )
-from spectune.optimizer.on_engine import execute as execute_on
-from spectune.optimizer.record import put_policies, record_served, recording_options
-from spectune.optimizer.serving import watch
+from spectune.optimizer.recording.on_engine import execute as execute_on
+from spectune.optimizer.recording.record import put_policies, record_served, recording_options
 from spectune.runtime.decoder import Decoded, drafts_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.vllm.execute import without_credentials
-from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import (
+from spectune.engines.vllm.running import without_credentials
+from spectune.optimizer.commands.common import (
     Talk,
     deployment_for,
     open_store,
     pair_of,
 )
+from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from spectune.optimizer.commands.outcomes import outcome_result
-from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import (
+from spectune.optimizer.commands.common import (
     Talk,
     check_writable,
     deployment_for,
@@ -15,9 +13,11 @@ from spectune.optimizer.commands.session import (
     rounds_of,
     write_rows,
 )
+from spectune.optimizer.commands.outcomes import outcome_result
+from spectune.optimizer.commands.results import Result
 from spectune.optimizer.inputs import outcome_json
-from spectune.optimizer.simulate.served_rounds import differing_rounds
-from spectune.optimizer.simulate.trace import simulate as replay
+from spectune.optimizer.replay.served_rounds import differing_rounds
+from spectune.optimizer.replay.trace import simulate as replay
 from spectune.optimizer.tuning.sources import recording_named
 from spectune.settings import Simulate
 from spectune.traces.tables import LatencyProfile, Recording

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spectune.db.schedules import Schedule
+from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.session import Talk, open_store
 from spectune.optimizer.deployment import deployment_of
+from spectune.optimizer.followed_servers import Servers, answers_in_words
 from spectune.optimizer.schedule import list_schedules
-from spectune.optimizer.servers import Servers, answers_in_words
 from spectune.settings import StatusCommand
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, speed

@@ -9,8 +9,8 @@ import click
 from rich import progress
 from rich.console import Console
 
+from spectune.optimizer.commands.common import Talk
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import Talk
 from spectune.traces.text import one_line, printable
 
 

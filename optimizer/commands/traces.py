@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from spectune.optimizer.commands.common import Talk, check_writable, open_store
 from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.optimizer.commands.session import Talk, check_writable, open_store
 from spectune.optimizer.request_text import request_text
 from spectune.settings import (
     Filter,

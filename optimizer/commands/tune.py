@@ -15,17 +15,12 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy.orm import Session
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.export import vllm_line
-from spectune.engines.protocol import Load
+from spectune.engines.engine import Load
+from spectune.engines.server_settings import vllm_line
 from spectune.engines.vllm.command import SCHEDULER
-from spectune.engines.vllm.execute import RunningServer
+from spectune.engines.vllm.running import RunningServer
 from spectune.optimizer.commands import load as under_load
-from spectune.optimizer.commands.decoding import fit_to, quiet_transformers, read_workload
-from spectune.optimizer.commands.decoding import load as load_models
-from spectune.optimizer.commands.outcomes import tuning_result
-from spectune.optimizer.commands.report import page_of
-from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import (
+from spectune.optimizer.commands.common import (
     Talk,
     deployment_for,
     names_pair,
@@ -35,21 +30,26 @@ from spectune.optimizer.commands.session import (
     pair_of,
     recording_meant,
 )
+from spectune.optimizer.commands.decoding import fit_to, quiet_transformers, read_workload
+from spectune.optimizer.commands.decoding import load as load_models
+from spectune.optimizer.commands.outcomes import tuning_result
+from spectune.optimizer.commands.report import page_of
+from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import check_options, prompts_of, record_on
-from spectune.optimizer.processes import dask_workers
+from spectune.optimizer.recording.on_engine import check_options, prompts_of, record_on
+from spectune.optimizer.recording.processes import dask_workers
+from spectune.optimizer.replay.loads import objective_of
 from spectune.optimizer.report.words import closing
-from spectune.optimizer.simulate.load import objective_of
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.confirm import check_workload_size
-from spectune.optimizer.tuning.engine import engine_bench
-from spectune.optimizer.tuning.load import LoadBench, place_of, starting
+from spectune.optimizer.tuning.engine_bench import engine_bench
+from spectune.optimizer.tuning.load_bench import LoadBench, place_of, starting
 from spectune.optimizer.tuning.native import PairBench, TuneOptions, native_bench, native_place
 from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.pipeline import tune as run_tuning
-from spectune.optimizer.tuning.server import connect, record_draft, server_bench
+from spectune.optimizer.tuning.server_bench import connect, record_draft, server_bench
 from spectune.optimizer.tuning.sources import ServerTuned, recording_named, sample_since, suits
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.text_codec import load_codec

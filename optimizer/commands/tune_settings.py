@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Final, TypeVar
 
-from spectune.optimizer.commands.session import Talk, check_writable
+from spectune.optimizer.commands.common import Talk, check_writable
 from spectune.optimizer.deployment import check_server
-from spectune.optimizer.simulate.load import loads_of, objective_of
+from spectune.optimizer.replay.loads import loads_of, objective_of
 from spectune.options import idle_options
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.session import Talk, open_store
 from spectune.optimizer.commands.tune import Account, tune_in
 from spectune.optimizer.schedule import run_worker
 from spectune.optimizer.schedule.store import Job

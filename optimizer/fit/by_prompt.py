@@ -20,14 +20,14 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
-from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.fit.shared import StoredFit, keep
+from spectune.optimizer.recording.shortlisted import ShortlistedDrafts
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.search import search
-from spectune.optimizer.shortlisted import ShortlistedDrafts
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.spaces import Space
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
 from spectune.optimizer.tuning.sources import recording_named
 from spectune.optimizer.tuning.timings import Timings, finite

@@ -17,8 +17,8 @@ from sklearn.tree import DecisionTreeRegressor
 
 from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.fit.shared import StoredFit
-from spectune.optimizer.simulate.forest import tabulate_growth
-from spectune.optimizer.simulate.tree_tables import NEVER
+from spectune.optimizer.replay.forest import tabulate_growth
+from spectune.optimizer.replay.tree_tables import NEVER
 from spectune.runtime.policies.artifacts import BINS
 from spectune.runtime.policies.document import DEFAULT_TOP_N
 from spectune.runtime.progress import Progress, silent

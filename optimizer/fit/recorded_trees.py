@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from spectune.optimizer.fit.shared import StoredFit, keep, too_few_to_fit
-from spectune.optimizer.simulate.forest import Forest
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.trace import open_trace
+from spectune.optimizer.replay.forest import Forest
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.tuning.parts import recorded_parts
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.rules import compile_tree

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.report.words import EVIDENCE
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.traces.errors import SpectuneError

@@ -1,5 +1,8 @@
-"""Re-optimization on a schedule, by any number of workers on one database. ``docs/schedules.md``
-says what is guaranteed."""
+"""Tunings on a schedule, performed by any number of workers on one database.
+
+In: the settings of a ``tune`` and a cron expression. Out: attempts, each performed under a lease by
+one worker alone. ``docs/schedules.md`` says what is guaranteed.
+"""
 
 from spectune.db.schedules import Attempt as Attempt
 from spectune.db.schedules import Schedule as Schedule

@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from spectune.db.database import Database
-from spectune.db.errors import DatabaseError, UnavailableError
+from spectune.db.database_errors import DatabaseError, UnavailableError
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS, Job, LeaseLostError, claim
 from spectune.traces.errors import SpectuneError
 

@@ -1,6 +1,7 @@
 """A bench: where policies are predicted and executed, and, where it is :class:`Tunable`, proposed.
 The native decoder is one (:mod:`optimizer.tuning.native`), an engine that is started here
-(:mod:`optimizer.tuning.load`) and a server that runs (:mod:`optimizer.tuning.server`) are others.
+(:mod:`optimizer.tuning.load_bench`) and a server that runs (:mod:`optimizer.tuning.server_bench`)
+are others.
 
 A bench is made over the recorded texts that are tuned on, and measures in *units*: of the native
 decoder a unit is a request and costs its seconds; of an engine a unit is a run of its loads with

@@ -18,9 +18,9 @@ import numpy as np
 import optuna
 
 from spectune.engines.abilities import contexts_of
-from spectune.optimizer.simulate.load import Served
-from spectune.optimizer.simulate.step_costs import step_seconds
-from spectune.optimizer.tuning.engine import EngineBench, constant
+from spectune.optimizer.replay.loads import Served
+from spectune.optimizer.replay.step_costs import step_seconds
+from spectune.optimizer.tuning.engine_bench import EngineBench, constant
 from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.policies.document import ByLoadWindow, Policy
 from spectune.runtime.progress import Progress, silent

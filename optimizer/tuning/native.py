@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spectune import settings
-from spectune.optimizer.artifacts import fitted
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions, probe_s
+from spectune.optimizer.in_force import ready_plan
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import doubts, prediction_spread, profile_for
-from spectune.optimizer.record import PanoramaSpec, draft_reader, record, record_panoramas
+from spectune.optimizer.recording.record import PanoramaSpec, draft_reader, record, record_panoramas
+from spectune.optimizer.recording.shortlisted import ShortlistedDrafts
+from spectune.optimizer.replay.trace import Opened, open_trace
 from spectune.optimizer.report.evidence import rounds_of_one
-from spectune.optimizer.serving import ready_plan
-from spectune.optimizer.shortlisted import ShortlistedDrafts
-from spectune.optimizer.simulate.trace import Opened, open_trace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
 from spectune.optimizer.tuning.confirm import check_sample_size
-from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.pair_search import PairSearch
 from spectune.optimizer.tuning.parts import Parts, mixed, recorded_parts, split
 from spectune.optimizer.tuning.pipeline import ProveOptions, Raced, tune

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.fit.by_prompt import MOST, fit_chooser
-from spectune.optimizer.fit.tuning import fit_drafts
-from spectune.optimizer.record import PanoramaSpec
+from spectune.optimizer.fit.for_tuning import fit_drafts
+from spectune.optimizer.in_force import earlier_winners
+from spectune.optimizer.recording.record import PanoramaSpec
+from spectune.optimizer.replay.fast_replay import could_reach, run_replay
 from spectune.optimizer.search import SearchStudy, finalists, is_fixed, rivals, search
-from spectune.optimizer.serving import earlier_winners
-from spectune.optimizer.simulate.replay import could_reach, run_replay
 from spectune.optimizer.spaces import (
     DraftLimits,
     Space,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from sqlalchemy.orm import Session
 
-from spectune.db.errors import StaleVersionError
+from spectune.db.database_errors import StaleVersionError
 from spectune.optimizer.deployment import Place, other_sampling, refusal, sampling_of
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import common_factor

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.decoder import NativeBench
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.timings import Timings, finite
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.progress import Progress, silent

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spectune.runtime.drafts.eagle_head import EagleHead
-from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.drafts.tree_reader import Places, TreeReader, propose_tree
 from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.shortlists import RecentStates, Shortlists
 from spectune.runtime.trees.draft import GrownTree

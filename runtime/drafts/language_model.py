@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spectune.runtime.drafts.passes import Places, TreeReader, propose_tree
 from spectune.runtime.drafts.protocol import LONG_LAG, DraftContext, Drafted
+from spectune.runtime.drafts.tree_reader import Places, TreeReader, propose_tree
 from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.sampling import sample
 from spectune.runtime.shortlists import RecentStates, Shortlists, Support

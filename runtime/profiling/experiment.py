@@ -40,7 +40,7 @@ from spectune.runtime.policies.dynaspec import Clusters, Routing
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.rules import ShortlistRule
-from spectune.runtime.profiling.fit import Prefill
+from spectune.runtime.profiling.regression import Prefill
 from spectune.runtime.shortlists import Shortlists
 from spectune.traces.schema import Sampling
 

@@ -25,7 +25,7 @@ from spectune.runtime.profiling.experiment import (
     cells_of,
     tree_policy,
 )
-from spectune.runtime.profiling.fit import fit_profile, shapes_of
+from spectune.runtime.profiling.regression import fit_profile, shapes_of
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.tables import LatencyProfile

@@ -21,7 +21,7 @@ from spectune.runtime.drafts.ngram import NgramIndex
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import TopKGrowth
 from spectune.runtime.policies.rules import ShortlistRule
-from spectune.runtime.recording.passes import LanguageModelPasses, Nodes, RecordedText
+from spectune.runtime.recording.text_passes import LanguageModelPasses, Nodes, RecordedText
 from spectune.runtime.sampling import log_distribution
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.grow import CODE_DTYPES, NONE, Codes, Growing, Reads, TreeRule

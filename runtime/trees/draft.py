@@ -21,8 +21,8 @@ from spectune.runtime.trees.grow import Codes, Growing, TreeRule, select
 from spectune.traces.schema import NO_BIN
 
 if TYPE_CHECKING:
-    from spectune.runtime.drafts.passes import TreeReader
     from spectune.runtime.drafts.protocol import DraftContext
+    from spectune.runtime.drafts.tree_reader import TreeReader
 
 
 class DistributionSource(Protocol):

@@ -23,8 +23,8 @@ from waiting import eventually
 
 from spectune.engines.vllm import agent
 from spectune.engines.vllm.follow import Follower
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.simulate.trace import simulate
+from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.replay.trace import simulate
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import parse_policy

@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from spectune.engines.export import engine_settings
+from spectune.engines.server_settings import engine_settings
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import ByLoadWindow, Policy, parse_policy
 

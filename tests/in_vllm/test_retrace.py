@@ -21,10 +21,10 @@ from waiting import eventually
 
 from spectune.api import follow, retrace
 from spectune.demo.prompts import demo_workload
-from spectune.engines.protocol import Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.server import OwnServer
-from spectune.optimizer.simulate.trace import simulate
+from spectune.optimizer.replay.trace import simulate
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore

@@ -18,18 +18,18 @@ from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_lookup,
 )
 
-from spectune.db.errors import NotFoundError
+from spectune.db.database_errors import NotFoundError
 from spectune.demo.prompts import demo_workload
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, Load, Prompt, Wanted
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
 from spectune.engines.vllm.server import OwnServer
-from spectune.optimizer.engine_profile import Design, serve_design, step_table
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import Turns
-from spectune.optimizer.simulate.served_costs import costs_of_engine
+from spectune.optimizer.recording.engine_profile import Design, serve_design, step_table
+from spectune.optimizer.recording.on_engine import Turns
+from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy

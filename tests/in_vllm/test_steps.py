@@ -18,14 +18,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import ModelRunnerOutput
 
 from spectune.demo.prompts import demo_workload
-from spectune.engines.protocol import Load
-from spectune.engines.rules import ServingRules, rules_of
+from spectune.engines.engine import Load
+from spectune.engines.serving_rules import ServingRules, rules_of
 from spectune.engines.vllm.agent import description
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
-from spectune.optimizer.simulate.chain_tables import AGREE_YES
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.optimizer.simulate.step_costs import StepCosts, Surface
+from spectune.optimizer.replay.chain_tables import AGREE_YES
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.serving import Simulated, serve
+from spectune.optimizer.replay.step_costs import StepCosts, Surface
 from spectune.runtime.loading import load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.recording.panoramas import record_panorama

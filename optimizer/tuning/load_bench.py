@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
-from spectune.engines.protocol import Running, Wanted
+from spectune.engines.engine import Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
-from spectune.optimizer.tuning.engine import EngineBench, LoadOutcome
+from spectune.optimizer.tuning.engine_bench import EngineBench, LoadOutcome
 from spectune.optimizer.tuning.load_search import LoadStudy, LoadTrial
 from spectune.optimizer.tuning.pipeline import Raced
 from spectune.runtime.hardware import sees_cuda

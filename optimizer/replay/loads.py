@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.protocol import Load
-from spectune.optimizer.simulate.arrivals import Unit, read_arrivals
-from spectune.optimizer.simulate.chain_tables import Index
+from spectune.engines.engine import Load
+from spectune.optimizer.replay.arrivals import Unit, read_arrivals
+from spectune.optimizer.replay.chain_tables import Index
 from spectune.settings import LoadSettings
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import TraceError

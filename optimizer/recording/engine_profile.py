@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.protocol import Load, Prompt, Running, Wanted, numbered
+from spectune.engines.engine import Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.on_engine import Turns, record_on
-from spectune.optimizer.simulate.served_costs import ServedCosts
-from spectune.optimizer.simulate.step_costs import step_seconds
+from spectune.optimizer.recording.on_engine import Turns, record_on
+from spectune.optimizer.replay.served_costs import ServedCosts
+from spectune.optimizer.replay.step_costs import step_seconds
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.runtime.progress import Progress, silent

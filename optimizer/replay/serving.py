@@ -2,9 +2,9 @@
 engine's own rules.
 
 Which requests a step holds and how many tokens it drafts is an engine's rule
-(:class:`engines.rules.ServingRules`), how many of them are kept is looked up in the recording, and
-what the step takes is the cost model's. So a step is exact given the moments at which requests
-arrive and steps end, and these are predicted.
+(:class:`engines.serving_rules.ServingRules`), how many of them are kept is looked up in the
+recording, and what the step takes is the cost model's. So a step is exact given the moments at
+which requests arrive and steps end, and these are predicted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.engines.protocol import Load
-from spectune.engines.rules import ServingRules
-from spectune.optimizer.simulate.chain_tables import Index, Words
-from spectune.optimizer.simulate.load import Objective, Served
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.step_costs import StepCosts, step_seconds
+from spectune.engines.engine import Load
+from spectune.engines.serving_rules import ServingRules
+from spectune.optimizer.replay.chain_tables import Index, Words
+from spectune.optimizer.replay.loads import Objective, Served
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.step_costs import StepCosts, step_seconds
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.stops import compile_stop

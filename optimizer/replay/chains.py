@@ -1,5 +1,5 @@
 """The jump loop for chains: a round is a look-up in a packed outcome
-(:mod:`optimizer.simulate.chain_tables`) and one in a table of costs."""
+(:mod:`optimizer.replay.chain_tables`) and one in a table of costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chain_tables import Index, Words
+from spectune.optimizer.replay.chain_tables import Index, Words
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.windows import CompiledWindow, WindowState, advance, reset

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from spectune.engines.abilities import engine_named
-from spectune.optimizer.simulate.trace import Opened
+from spectune.optimizer.replay.trace import Opened
 from spectune.runtime.policies.document import GAMMA_LIMIT, FixedWindow, Policy
 from spectune.runtime.policies.stops import compile_stop
 from spectune.traces.errors import TraceError

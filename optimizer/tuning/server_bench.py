@@ -13,18 +13,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from spectune.engines.protocol import Prompt
-from spectune.engines.vllm.execute import IN_FORCE_S, RunningServer
+from spectune.engines.engine import Prompt
 from spectune.engines.vllm.folder import read_policy
 from spectune.engines.vllm.follow_policy import PolicyWriter, file_of
 from spectune.engines.vllm.locks import database_of
 from spectune.engines.vllm.retrace import Retracer
-from spectune.optimizer.engine_profile import Design, serve_design
-from spectune.optimizer.record import PanoramaSpec, record_panoramas
-from spectune.optimizer.simulate.load import Objective, loads_of
-from spectune.optimizer.simulate.served_costs import costs_of_engine
-from spectune.optimizer.tuning.engine import engine_bench
-from spectune.optimizer.tuning.load import LoadBench
+from spectune.engines.vllm.running import IN_FORCE_S, RunningServer
+from spectune.optimizer.recording.engine_profile import Design, serve_design
+from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
+from spectune.optimizer.replay.loads import Objective, loads_of
+from spectune.optimizer.replay.served_costs import costs_of_engine
+from spectune.optimizer.tuning.engine_bench import engine_bench
+from spectune.optimizer.tuning.load_bench import LoadBench
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent

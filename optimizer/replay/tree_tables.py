@@ -21,7 +21,7 @@ NEVER: Final = 255
 
 class NodeLinks(NamedTuple):
     """How recorded nodes hang together: ``root`` and ``limit`` int64 [positions], ``child`` int32
-    [nodes, K] and ``text_slot`` uint8 [nodes], as in :class:`optimizer.simulate.forest.Forest`."""
+    [nodes, K] and ``text_slot`` uint8 [nodes], as in :class:`optimizer.replay.forest.Forest`."""
 
     root: Index
     limit: Index

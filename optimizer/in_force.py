@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from spectune.db.errors import DatabaseError, NotFoundError, UnavailableError
-from spectune.optimizer.artifacts import fitted
+from spectune.db.database_errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy

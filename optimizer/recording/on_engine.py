@@ -11,9 +11,9 @@ from itertools import cycle
 from typing import Any
 
 from spectune.engines.abilities import Engine
-from spectune.engines.protocol import Answered, Load, Prompt, Running
+from spectune.engines.engine import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
-from spectune.optimizer.record import put_policies
+from spectune.optimizer.recording.record import put_policies
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent

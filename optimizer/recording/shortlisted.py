@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from spectune.optimizer.record import draft_reader, make_panoramas
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace
+from spectune.optimizer.recording.record import draft_reader, make_panoramas
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import FullShortlist, Policy

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 from spectune.engines.abilities import engine_named
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, warm
-from spectune.optimizer.processes import on_every_core
+from spectune.optimizer.recording.processes import on_every_core
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
@@ -224,7 +224,7 @@ def draft_reader(
     rules: Mapping[str, ShortlistRule] | None = None,
 ) -> Callable[[str, Mapping[int, Nodes]], dict[int, Panorama]]:
     """Returns what reads the distributions that a replay lacks and stores them
-    (:attr:`optimizer.simulate.replay_trace.ReplayTrace.reader`). ``pair`` may be loaded when it is
+    (:attr:`optimizer.replay.replay_trace.ReplayTrace.reader`). ``pair`` may be loaded when it is
     first needed. ``rules``: shortlists by the names under which drafts were recorded with them."""
 
     def read(draft: str, nodes: Mapping[int, Nodes]) -> dict[int, Panorama]:

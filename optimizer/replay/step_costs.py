@@ -11,7 +11,7 @@ import numpy as np
 
 from spectune.runtime.costs import Share
 from spectune.runtime.policies.jit import compiled
-from spectune.runtime.profiling.fit import (
+from spectune.runtime.profiling.regression import (
     FEW,
     TARGET_ROWS,
     Shapes,

@@ -12,18 +12,18 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from spectune.engines.abilities import Engine, engine_named
-from spectune.engines.protocol import Answered, Load, Prompt, Running, Wanted, numbered
-from spectune.engines.rules import ServingRules, rules_of
+from spectune.engines.engine import Answered, Load, Prompt, Running, Wanted, numbered
+from spectune.engines.serving_rules import ServingRules, rules_of
 from spectune.optimizer.execute import DecodeOptions, counts_of
-from spectune.optimizer.on_engine import execute
+from spectune.optimizer.recording.on_engine import execute
+from spectune.optimizer.replay.arrivals import Unit
+from spectune.optimizer.replay.loads import Objective, Served, loads_of, recorded_arrivals
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.replay.served_costs import ServedCosts, costs_of_engine
+from spectune.optimizer.replay.served_rounds import differing_rounds
+from spectune.optimizer.replay.serving import Simulated, serve
+from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.report.words import AT_A_RATE, GAINS
-from spectune.optimizer.simulate.arrivals import Unit
-from spectune.optimizer.simulate.load import Objective, Served, loads_of, recorded_arrivals
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
-from spectune.optimizer.simulate.served_costs import ServedCosts, costs_of_engine
-from spectune.optimizer.simulate.served_rounds import differing_rounds
-from spectune.optimizer.simulate.serving import Simulated, serve
-from spectune.optimizer.simulate.trace import open_trace
 from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
 from spectune.optimizer.tuning.texts import ComparedTexts

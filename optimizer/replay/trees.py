@@ -1,6 +1,6 @@
 """The jump loop for trees: a round is a few look-ups in a growth table
-(:mod:`optimizer.simulate.forest`), whatever the window, the selection and the bins are. It shares
-rounds, lags and clipping with :mod:`optimizer.simulate.chains`."""
+(:mod:`optimizer.replay.forest`), whatever the window, the selection and the bins are. It shares
+rounds, lags and clipping with :mod:`optimizer.replay.chains`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chains import (
+from spectune.optimizer.replay.chains import (
     NOTHING,
     KernelTrace,
     ReplayedRound,
@@ -17,7 +17,7 @@ from spectune.optimizer.simulate.chains import (
     add_request,
     add_round,
 )
-from spectune.optimizer.simulate.tree_tables import ABSENT, NEVER, GrowthTable
+from spectune.optimizer.replay.tree_tables import ABSENT, NEVER, GrowthTable
 from spectune.runtime.costs import RoundCosts, round_seconds
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.policies.jit import compiled
@@ -89,7 +89,7 @@ def replay_trees(
 ) -> int:
     """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
     rounds were written. ``stops`` uint8 [positions]: the level at which the stop triggers;
-    ``cached_from``: :func:`optimizer.simulate.chain_tables.cached_from`."""
+    ``cached_from``: :func:`optimizer.replay.chain_tables.cached_from`."""
     used, deepest = 0, growth.rank.shape[1]
     for i in range(len(texts.order)):
         r = texts.order[i]

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.engines.rules import ServingRules, rules_of
-from spectune.optimizer.simulate.step_costs import (
+from spectune.engines.serving_rules import ServingRules, rules_of
+from spectune.optimizer.replay.step_costs import (
     StepCosts,
     StepLoad,
     fit_steps,

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from spectune.db.database import open_database
-from spectune.db.errors import NotFoundError
+from spectune.db.database_errors import NotFoundError
 from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.chain_tables import (
+from spectune.optimizer.replay.chain_tables import (
     Chains,
     Index,
     Words,
@@ -20,14 +20,14 @@ from spectune.optimizer.simulate.chain_tables import (
     join_chains,
     tabulate,
 )
-from spectune.optimizer.simulate.chains import KernelTrace
-from spectune.optimizer.simulate.forest import (
+from spectune.optimizer.replay.chains import KernelTrace
+from spectune.optimizer.replay.forest import (
     Forest,
     join_trees,
     lacking_nodes,
     tabulate_growth,
 )
-from spectune.optimizer.simulate.tree_tables import GrowthTable
+from spectune.optimizer.replay.tree_tables import GrowthTable
 from spectune.runtime.costs import (
     FREE,
     LaterPasses,
@@ -104,10 +104,10 @@ class ReplayTrace:
     drafts that copy, whatever the window, to what each request's starts would, uint8 [2,
     positions]: how many tokens there are to copy, and how many of them the text goes on with.
     ``past`` tokens may be drafted beyond those that were asked for. ``drafts_up_to``: as
-    :class:`engines.rules.ServingRules` has it, of each request alone. A draft under a shortlist
-    goes by :attr:`Policy.recorded_draft`, and the draft itself is there as well. ``conversations``:
-    the number of each trajectory's (:func:`conversations_of`). Raises TraceError where panoramas do
-    not match.
+    :class:`engines.serving_rules.ServingRules` has it, of each request alone. A draft under a
+    shortlist goes by :attr:`Policy.recorded_draft`, and the draft itself is there as well.
+    ``conversations``: the number of each trajectory's (:func:`conversations_of`). Raises TraceError
+    where panoramas do not match.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class ReplayTrace:
         """Of drafts whose distributions are functions of the prefix; a head's are in its forest."""
         self._forests: dict[str, Forest] = {}
         self.on_demand: Callable[..., Replay] | None = None
-        """Replays policies whose shortlists were not recorded (:mod:`optimizer.shortlisted`)."""
+        """Replays policies whose shortlists were not recorded: by
+        :mod:`optimizer.recording.shortlisted`."""
         self.copies = {
             draft: np.concatenate(parts, axis=1) for draft, parts in (copies or {}).items()
         }
@@ -217,7 +218,7 @@ class ReplayTrace:
         return name
 
     def outcomes(self, policy: Policy, stop: CompiledStop) -> Words:
-        """:func:`optimizer.simulate.chain_tables.tabulate` for a policy's draft and stop,
+        """:func:`optimizer.replay.chain_tables.tabulate` for a policy's draft and stop,
         remembered. Raises TraceError if too little was recorded."""
         if not policy.speculates:
             return np.zeros(int(self.offsets[-1]), np.uint32)
@@ -360,7 +361,7 @@ class Replay:
     without a profile). ``state`` is the window's as it was left, a learned Q-table included.
     ``missed``: the plain policies that decoded, and how many rounds of each read distributions that
     were not recorded (0 unless approximate). ``rounds`` int32 [rounds, 10]
-    (:data:`optimizer.simulate.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
+    (:data:`optimizer.replay.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
     verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
     of a choice by prompt. ``lacks_text``: what was not recorded may hold tokens of the text.
     """

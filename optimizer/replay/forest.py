@@ -4,7 +4,7 @@ window, selection and stratification.
 What is kept of a grown tree is what any policy asks of it: for each depth gamma and each node on
 the text its *rank* among the candidates of gamma levels. Under a selection of N a node is kept iff
 its rank is below N, so one table answers every N, every fraction and every window. The trees grow
-by the function that decodes (:mod:`optimizer.simulate.tree_tables`).
+by the function that decodes (:mod:`optimizer.replay.tree_tables`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from spectune.optimizer.simulate.tree_tables import (
+from spectune.optimizer.replay.tree_tables import (
     GrowthTable,
     NodeLinks,
     Scratch,

@@ -10,7 +10,7 @@ import zstandard
 from sqlalchemy import Column, LargeBinary, Table, select, type_coerce
 
 from spectune.db.database import Database, open_database
-from spectune.db.errors import DatabaseError
+from spectune.db.database_errors import DatabaseError
 from spectune.db.migrate import HEAD, all_tables
 
 

@@ -129,9 +129,9 @@ class Running(ABC):
     """A pair in an engine, which takes another policy while it serves.
 
     ``version`` is the engine's; ``serving`` says how it fills its steps, by the names of
-    :class:`engines.rules.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as recordings
-    have them. Raises, as it is made, EngineError where the engine is not
-    installed or cannot load a checkpoint, PairError for a draft that the pair has not.
+    :class:`engines.serving_rules.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as
+    recordings have them. Raises, as it is made, EngineError where the engine is not installed or
+    cannot load a checkpoint, PairError for a draft that the pair has not.
     """
 
     engine: ClassVar[Engine]

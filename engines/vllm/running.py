@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx2
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.protocol import Answered, ExecutionPlan, Load, Prompt, Running, Wanted
+from spectune.engines.engine import Answered, ExecutionPlan, Load, Prompt, Running, Wanted
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.folder import (
     SENT,

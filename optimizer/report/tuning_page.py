@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from spectune.db.errors import NotFoundError
+from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.report import charts
 from spectune.optimizer.report.words import (
     EVIDENCE,

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.db.errors import NotFoundError
+from spectune.db.database_errors import NotFoundError
 from spectune.engines.abilities import VLLM, engine_named
 from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
-from spectune.optimizer.artifacts import fitted
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import Nodes, Reader, Replay, ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import Nodes, Reader, Replay, ReplayTrace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.sources import traffic_since
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
@@ -186,7 +186,7 @@ def simulate(
         on_demand = None
         if any(candidate.shortlisted for candidate in policy.candidates):
             # Most replays record nothing: these load no model library.
-            from spectune.optimizer.shortlisted import ShortlistedDrafts
+            from spectune.optimizer.recording.shortlisted import ShortlistedDrafts
 
             here = store, partial(_load_pair, store, info), info.id, opened.ordinals
             on_demand = ShortlistedDrafts(*here, fitted(store, info.pair_id), few=0)
@@ -205,7 +205,7 @@ def _reader(store: TraceStore, opened: Opened) -> Reader:
 
     def read(draft: str, nodes: Mapping[int, Nodes]) -> Mapping[int, Panorama]:
         # Most replays lack nothing: these load no model library.
-        from spectune.optimizer.record import draft_reader
+        from spectune.optimizer.recording.record import draft_reader
 
         here = store, pair(), info.id, trace.trajectories, trace.panoramas, opened.ordinals
         return draft_reader(*here)(draft, nodes)

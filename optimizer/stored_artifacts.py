@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spectune.db.errors import CorruptedChunkError, NotFoundError
+from spectune.db.database_errors import CorruptedChunkError, NotFoundError
 from spectune.runtime.policies.artifacts import Artifacts, FittedArtifact
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from spectune.optimizer.execute import Executor, encode_recorded
-from spectune.optimizer.simulate.replay import run_replay
-from spectune.optimizer.simulate.replay_trace import ReplayTrace
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts
 from spectune.runtime.loading import LoadedPair
@@ -48,7 +48,7 @@ class NativeBench(Bench):
         return numbers
 
     def predict(self, policy: Policy, part: PartName) -> Prediction:
-        """``result`` is the :class:`optimizer.simulate.replay_trace.Replay`."""
+        """``result`` is the :class:`optimizer.replay.replay_trace.Replay`."""
         trace = self._traces[part]
         replay = run_replay(trace, policy, self.profile, artifacts=self.artifacts)
         return Prediction(replay.seconds, replay.total.tokens_per_s, replay)

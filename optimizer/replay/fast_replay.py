@@ -2,7 +2,7 @@
 rounds a second.
 
 The text does not depend on the policy, so a round is a few look-ups: the window says gamma,
-:mod:`optimizer.simulate.chain_tables` says how many tokens are drafted from here and how many of
+:mod:`optimizer.replay.chain_tables` says how many tokens are drafted from here and how many of
 them the text accepts, :mod:`runtime.costs` says how long that takes, and the window learns of it
 through the very function that the runtime calls. One compiled loop does this for all requests of a
 trace.
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from spectune.optimizer.simulate.chains import ROUND_COLUMNS, Sums, replay_chains
-from spectune.optimizer.simulate.replay_trace import Replay, ReplayTrace, together
-from spectune.optimizer.simulate.trees import TreeLimits, replay_trees
+from spectune.optimizer.replay.chains import ROUND_COLUMNS, Sums, replay_chains
+from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace, together
+from spectune.optimizer.replay.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
 from spectune.runtime.policies.document import FullShortlist, Policy, PromptPolicy
