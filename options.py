@@ -265,6 +265,44 @@ def without_effect(settings: Settings, *prefixes: str) -> str:
     return ", ".join(sorted(o.spelled for o in typed if o.key.startswith(prefixes)))
 
 
+def typed_words(
+    settings: Settings, model: type[Settings], without: Collection[str] = ()
+) -> list[str]:
+    """The options typed, as words of another command that takes them too (``model``): but for its
+    arguments, the database, and the keys of ``without``. Values that only Python can give are left
+    out."""
+    words: list[str] = []
+    for key, option in options_of(model).items():
+        if key in {"db", *without} or option.argument or not settings.typed(key):
+            continue
+        value: Any = settings
+        for name in key.split("."):
+            value = getattr(value, name if hasattr(value, name) else f"{name}_")
+        words += _words_of(option, value)
+    return words
+
+
+def _words_of(option: Option, value: Any) -> list[str]:
+    """A value of an option, typed."""
+    if isinstance(value, Mapping):
+        named = [f"{option.key}.{name}={path}" for name, path in value.items()]
+        return [word for pair in named for word in ("--set", pair)]
+    if isinstance(value, bool) and not option.hidden:
+        return [] if value == option.default else [f"--{'' if value else 'no-'}{option.name}"]
+    words: list[str] = []
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(one, bool):
+            text = str(one).lower()
+        elif isinstance(one, float):
+            text = f"{one:g}{'s' * (option.kind.metavar == 'TIME')}"
+        elif isinstance(one, (str, int)):
+            text = str(one)
+        else:
+            continue
+        words += ["--set", f"{option.key}={text}"] if option.hidden else [f"--{option.name}", text]
+    return words
+
+
 def idle_options(settings: Settings, here: Collection[str]) -> str:
     """The options typed that do not act ``here`` (some of :data:`spectune.settings.WHERE`), with
     where they do; empty where all act."""

@@ -186,7 +186,7 @@ def _tuned(state: Path, name: str, quick: bool) -> dict[str, Any]:
     workload = requests(count, letters=None if name == "demo" else 200)
     tuned = tune_pair(stored(state / f"tuned-{name}.db", fresh=True), pair, workload, wanted)
     found = tuned.to_json()
-    say(f"tune of {name}: {prediction_in_words(found['prediction'])}")
+    say(f"tune of {name}: {prediction_in_words(tuned.prediction)}")
     speeds = ("predicted", "predicted_after_factor", "measured")
     keys = ("label", *(f"{speed}_tokens_per_s" for speed in speeds))
     rows = [{key: c[key] for key in keys} for c in found["candidates"]]

@@ -163,7 +163,7 @@ def series(
         if found is None or found.against:
             continue
         published += 1
-        of = machine.cost[[0, [p.id for p in policies].index(found.winner)]]
+        of = machine.cost[[0, [p.id for p in policies].index(found.id)]]
         slower += bool(of[1, held].sum() > of[0, held].sum())
         hidden = tail and not machine.slowed[held].any()
         unseen += bool(hidden and of[1].sum() > of[0].sum())
@@ -222,8 +222,10 @@ def real(quick: bool) -> dict[str, Any]:
         found, timings = decided(names, categories, executor, luckiest, time.perf_counter, budget_s)
         assert found is not None
         published += not found.against
-        rows.append({"raced": list(timings.ratio(found.winner, names[0])), **found.to_json()})
-        ratios = f"raced {rows[-1]['raced'][0]:.3f}, confirmed {found.ratio[0]:.3f}"
+        rows.append(
+            {"raced": list(timings.ratio(found.id, names[0])), **found.model_dump(mode="json")}
+        )
+        ratios = f"raced {rows[-1]['raced'][0]:.3f}, confirmed {found.ratio:.3f}"
         say(f"{n + 1} of {count}: {ratios}; published: {not found.against}")
     return {"tunings": count, "published": published, "rows": rows}
 

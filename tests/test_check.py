@@ -73,7 +73,7 @@ def test_a_draft_gains_below_its_break_even_cost(door: Door, tiny_pair: Path) ->
     assert memory["good"]["tokens_that_fit"] < memory["target"]["tokens_that_fit"]
     assert checked["tune_minutes"] > 80 / 60
     words = f"tune --set target={models / 'target'} --set drafts.good={models / 'near'} "
-    words += f"--set drafts.far={models / 'far'} --workload work.jsonl"
+    words += f"--set drafts.far={models / 'far'} --workload work.jsonl --max-new-tokens 24"
     assert checked["next"] == f"spectune {words}"
     assert parsed(words.split())
 
@@ -89,7 +89,10 @@ def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -
     assert (recording["pair_id"], recording["n_requests"]) == (checked["pair"], 1)
     printed = door.call("check", tiny_pair, work, **options)
     assert "1 of 6 prompts, 12 tokens" in printed.stdout
-    assert f"spectune tune --pair {tiny_pair} --workload work.jsonl" in printed.stdout
+    words = f"tune --pair {tiny_pair} --workload work.jsonl --max-new-tokens 12"
+    words += " --set search.gamma_max=2"
+    assert f"spectune {words}" in printed.stdout
+    assert parsed(words.split())
 
 
 def test_a_draft_that_ends_before_its_target_is_named(

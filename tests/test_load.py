@@ -300,7 +300,7 @@ def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
         assert [load["load"] for load in loads[label]] == ["clients:1", "clients:8"]
         assert [load["predicted"] is not None for load in loads[label]] == [is_predicted] * 2
     assert told["texts"]["differ"] == 0
-    assert told["texts"]["autoregression_repeated"]["differ"] == 0
+    assert told["texts"]["repeats_differ"] == 0
     assert {run.policy_id for run in runs} == {one["policy_id"] for one in told["executed"]}
     assert kept is not None
     assert kept.sampling is not None

@@ -124,7 +124,7 @@ def test_a_new_bench_tunes_to_a_publication(store: TraceStore, recording: str) -
     assert tuned.published is not None, tuned.reason
     assert (tuned.winner.policy, tuned.incumbent.policy) == (FAST, AUTOREGRESSIVE)
     assert tuned.confirmed is not None
-    assert 1.55 < tuned.confirmed.ratio[0] < 1.65
+    assert 1.55 < tuned.confirmed.ratio < 1.65
     active = store.active_publication("p", "cpu", "here")
     assert active is not None
     assert (active.policy_id, active.evidence["study"]) == (FAST.id, tuned.study)

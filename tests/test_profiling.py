@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,11 +25,11 @@ from spectune.optimizer.profiles import (
     served_contexts,
     stored_profile,
 )
-from spectune.optimizer.recording.record import texts_to_profile
+from spectune.optimizer.tuning.sources import texts_to_profile
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.profiling import (
     ACCEPTED_ERROR,
     measure_profile,
@@ -198,17 +199,18 @@ def test_a_profile_whose_check_fails_is_measured_on(
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_profile_is_measured_on_the_newest_recording_with_texts(store: TraceStore) -> None:
-    store.put_pair("p", "pair", {})
+    pair, other = (cast(PairSpec, SimpleNamespace(id=name, name=name)) for name in ("p", "other"))
+    store.put_pair(pair.id, pair.name, {})
     made = []
     for texts in ([a_trajectory(0)], []):
-        info = store.create_recording(Asked("p", None, Sampling(), 64))
+        info = store.create_recording(Asked(pair.id, None, Sampling(), 64))
         store.append_trajectories(info.id, [(i, text, ()) for i, text in enumerate(texts)])
         store.finish_recording(info.id)
         made.append(info.id)
-    assert texts_to_profile(store, "p", None)[0] == made[0]
-    assert texts_to_profile(store, "other", None) == (None, ())
+    assert texts_to_profile(store, pair, None)[0] == made[0]
+    assert texts_to_profile(store, other, None) == (None, ())
     with pytest.raises(TraceError, match="holds no text"):
-        texts_to_profile(store, "p", made[1])
+        texts_to_profile(store, pair, made[1])
 
 
 def test_shortlists_are_measured_where_no_tree_is() -> None:

@@ -16,6 +16,7 @@ import pytest
 from doors import Door, one_object, put_profile, write_workload
 from recorded_texts import plain_texts
 from synthetic import flat_profile, policy
+from test_report import FASTER
 from test_verifiers import logits_after
 
 from spectune.optimizer.execute import DecodeOptions
@@ -26,12 +27,11 @@ from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.rejection import (
     DRAWS,
-    NotTried,
-    RejectionChain,
     best_chain,
     rejection_benches,
     rejection_chain,
 )
+from spectune.optimizer.tuning.tuned import RejectionChain, RejectionNotTried, Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import silent
@@ -168,11 +168,15 @@ def test_it_is_executed_beside_the_other_while_its_time_lasts(bench: NativeBench
         assert isinstance(found, RejectionChain)
         assert found.requests == seen[-1]
     assert seen == [1, *range(1, 1 + len(PROMPTS))]
-    assert found.executed[1] < found.executed[0] < found.executed[2]
-    assert all(1.0 < tau <= 3.0 for tau in found.tau)
+    assert (found.executed_interval[0] or 9.0) < found.executed_ratio
+    assert found.executed_ratio < (found.executed_interval[1] or 0.0)
+    for tau in (found.predicted_mean_accepted_length, found.executed_mean_accepted_length):
+        assert 1.0 < tau <= 3.0
     plain = bench.predict(AUTOREGRESSIVE, "confirm").costs
     costs = [each.predict(found.policy, "confirm").costs for each in rejection_benches(bench)]
-    assert found.predicted == pytest.approx(float(np.exp(np.log(plain / np.array(costs)).mean())))
+    assert found.predicted_ratio == pytest.approx(
+        float(np.exp(np.log(plain / np.array(costs)).mean()))
+    )
 
 
 def test_what_cannot_be_tried_says_why(bench: NativeBench) -> None:
@@ -189,8 +193,8 @@ def test_what_cannot_be_tried_says_why(bench: NativeBench) -> None:
         (unrecorded, "no acceptance probabilities of draft 'near'"),
     ):
         said = rejection_chain(where, AUTOREGRESSIVE, gamma_max=2, budget_s=60.0)
-        assert isinstance(said, NotTried)
-        (line,) = rejection_in_words({"rejection": said.to_json()})
+        assert isinstance(said, RejectionNotTried)
+        (line,) = rejection_in_words(FASTER.model_copy(update={"rejection": said}))
         assert line.startswith("sampling.verifier=rejection was not tried: ")
         assert why in line
 
@@ -210,7 +214,7 @@ def test_a_tuning_above_temperature_0_tries_it(tmp_path: Path, tiny_pair: Path) 
     assert 1 <= found["policy"]["window"]["gamma"] <= 4
     assert 1 <= found["requests"] <= 6
     assert min(found["predicted_ratio"], found["executed_ratio"]) > 0.0
-    (line,) = rejection_in_words(data)
+    (line,) = rejection_in_words(Tuned.model_validate(data))
     assert f"predicted {found['predicted_ratio']:.2f} times as fast as" in line
     assert f"executed {found['executed_ratio']:.2f}" in line
     assert f"on {found['requests']} requests" in line

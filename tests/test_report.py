@@ -25,8 +25,6 @@ from spectune.optimizer.commands.terminal import Terminal
 from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.report.tuning_page import TuningReport, deploy_command, page
 from spectune.optimizer.report.words import (
-    AT_A_RATE,
-    GAINS,
     closing,
     confirmed_in_words,
     headline,
@@ -37,7 +35,15 @@ from spectune.optimizer.report.words import (
 from spectune.optimizer.tuning.confirm import Confirmation
 from spectune.optimizer.tuning.pipeline import pace_of_race
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.tuned import Candidate, Tuned
+from spectune.optimizer.tuning.tuned import (
+    AT_A_RATE,
+    GAINS,
+    Candidate,
+    PublishedAs,
+    RoundsOfOne,
+    Tuned,
+    TuningEvidence,
+)
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.sanity import Sanity
@@ -72,21 +78,25 @@ PLAIN = candidate(
 )
 WINNER = candidate("finalist 1", FAST, [0.5, 0.5, 2.0, 2.0], 1.6, *(1.0, 1.0, 1.0), survived=True)
 SLOWER = candidate("finalist 2", DROPPED, [0.6, 0.6], 1.667, *(0.83, 0.8, 0.86), survived=False)
-CONFIRMED = Confirmation(FAST.id, (1.5, 1.25, 2.0), 7, 1)
+CONFIRMED = Confirmation.of(FAST.id, (1.5, 1.25, 2.0), 7, 1)
 
 
 def why(confirmed: Confirmation | None, incumbent: Candidate) -> str:
     labels = FAST.label(), incumbent.policy.label()
-    return confirmed_in_words(confirmed.to_json(), *labels) if confirmed else "none is faster"
+    return confirmed_in_words(confirmed, *labels) if confirmed else "none is faster"
 
 
 def tuned(winner: Candidate, incumbent: Candidate, *candidates: Candidate, **more: Any) -> Tuned:
     """The results of a tuning that published nothing."""
-    return Tuned(
-        winner, incumbent, candidates, "rec-1", "study-1",
+    return Tuned.of(
+        winner, candidates, recording="rec-1", study="study-1",
         texts=ComparedTexts(0, 4, "float32"), search_requests=6, trials=9,
         **{"reason": why(more.get("confirmed"), incumbent), "common_factor": 0.5, **more},
     )  # fmt: skip
+
+
+def changed(made: Tuned, **fields: Any) -> Tuned:
+    return made.model_copy(update=fields)
 
 
 def results(winner: Candidate, incumbent: Candidate, **more: Any) -> Tuned:
@@ -123,9 +133,9 @@ def test_the_evidence_compares_policies_that_were_not_executed_on_the_same_reque
 
 
 def test_it_says_how_often_what_was_held_out_had_confirmed_a_policy() -> None:
-    told = closing(FASTER.to_json(), "here", ())
+    told = closing(FASTER, "here", ())
     assert "had confirmed policies" not in told
-    again = closing(replace(FASTER, earlier_confirmations=2).to_json(), "here", ())
+    again = closing(changed(FASTER, earlier_confirmations=2), "here", ())
     assert "held out had confirmed policies 2 times before" in " ".join(again.split())
 
 
@@ -166,16 +176,17 @@ def test_policies_in_words() -> None:
 
 def report(made: Tuned, **more: Any) -> TuningReport:
     """What is stored of a tuning with these results."""
-    evidence = {
-        "tuned": {**made.to_json(), **more},
-        "categories": {made.winner.policy.id: {HOSTILE: 80.0, "prose": 10.0}},
-        "rounds": {
-            "request": HOSTILE,
-            "text": "t0 t1 t2 t3 t4",
-            "rounds": [[4, 4, 5], [4, 0, 1], [4, 2, 3]],
-        },
-        "about": {"pair": HOSTILE, "device": "cuda", "deployment": "a b"},
-    }
+    evidence = TuningEvidence(
+        tuned=changed(made, **more),
+        categories={made.winner.id: {HOSTILE: 80.0, "prose": 10.0}},
+        rounds=RoundsOfOne(
+            request=HOSTILE,
+            text="t0 t1 t2 t3 t4",
+            rounds=((4, 4, 5), (4, 0, 1), (4, 2, 3)),
+        ),
+        about={"pair": HOSTILE, "device": "cuda", "deployment": "a b"},
+    )
+    evidence = TuningEvidence.model_validate_json(evidence.model_dump_json())
     trials = [{"policy": p.spelled_out(), "value": 90.0} for p in (FAST, DROPPED, AUTOREGRESSIVE)]
     summary = {"by_prompt": f"gains nothing {HOSTILE}"}
     study = Study("study-1", "pair-1", "rec-1", "none", 0, len(trials), summary, trials)
@@ -184,12 +195,12 @@ def report(made: Tuned, **more: Any) -> TuningReport:
     return TuningReport(study, evidence, accepted, read_pair("demo").to_json())
 
 
-SLIGHT = results(SLOWER, SLOWER, confirmed=Confirmation(FAST.id, (1.02, 0.97, 1.07), 7, 1))
+SLIGHT = results(SLOWER, SLOWER, confirmed=Confirmation.of(FAST.id, (1.02, 0.97, 1.07), 7, 1))
 LATE = "version 7 came into force meanwhile and was not compared, so it stays"
 AHEAD = replace(SLOWER, raced=(1.01, 0.9, 1.1), survived=True)
 TIED = (WINNER, AHEAD, PLAIN, replace(PLAIN, role="incumbent"))
 SIMPLER = "was 1.0% ahead in the race, as projected to all of its requests, within noise: of equals"
-PUBLISHED = {"published": {"version": 3}}
+PUBLISHED = {"published": PublishedAs(version=3, policy=FAST.id, deployment="a b")}
 DEPLOY = "Deploy this: small fixed(gamma=4), 1.50 times as fast as decoding without a draft"
 KEEP = "Keep small fixed(gamma=8): no faster policy was confirmed"
 RUN = "run --policy active --pair demo --deployment 'a b'"
@@ -223,7 +234,7 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     ):
         assert (saved in text) == first.startswith("Deploy")
     last = closing(
-        stored.evidence["tuned"], "here", [("cli.py run --policy active", "decodes with it")]
+        stored.evidence.tuned, "here", [("cli.py run --policy active", "decodes with it")]
     )
     gain = "was 1.500 times as fast as autoregressive (98% interval 1.250 to 2.000) on 7 requests"
     assert max(map(len, last.splitlines())) < 80
@@ -233,7 +244,7 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     assert last.endswith(" # decodes with it cli.py run --policy active")
     winner = html.unescape(" ".join(re.findall('<tr class="winner">.*?</tr>', text, re.DOTALL)))
     assert (">winner" if first.startswith("Deploy") else ">kept") in winner
-    assert stored.evidence["tuned"]["winner"]["label"] in winner
+    assert stored.evidence.tuned.winner.label in winner
 
 
 @pytest.mark.parametrize(
@@ -247,12 +258,12 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
 )
 def test_a_gain_is_told_by_what_was_measured(gain: str, told: str) -> None:
     """Device hours are saved where the same work takes less time; units need not be requests."""
-    said = confirmed_in_words(replace(CONFIRMED, unit="runs").to_json(), "a", "b", gain)
+    said = confirmed_in_words(CONFIRMED.model_copy(update={"unit": "runs"}), "a", "b", gain)
     assert f"a was 1.500 {told} b (98% interval 1.250 to 2.000) on 7 runs held out" in said
-    made = replace(FASTER, gain=gain, unit="runs", reason=said)
+    made = changed(FASTER, gain=gain, unit="runs", reason=said)
     first = f"Deploy this: small fixed(gamma=4), 1.50 {told} decoding without a draft"
-    assert headline(made.to_json()) == first
-    saved = " ".join(savings(made.to_json(), "cuda", load="poisson:4"))
+    assert headline(made) == first
+    saved = " ".join(savings(made, "cuda", load="poisson:4"))
     assert ("GPU hours per million tokens" in saved) == (gain == GAINS["throughput"])
     shown = printed(tuning_result(made))
     assert "3 executed on 4 runs with others" in shown
@@ -268,8 +279,8 @@ def test_the_winner_is_compared_with_all_that_was_executed_alike() -> None:
         by_policy = {c.policy.id: {"code": v, "prose": 60.0} for c, v in speeds.items()}
         by_policy[AHEAD.policy.id]["prose"] = 10.0
         by_policy[WINNER.policy.id]["prose"] = 61.0
-        stored.evidence["categories"] = by_policy
-        return html.unescape(page(stored))
+        evidence = stored.evidence.model_copy(update={"categories": by_policy})
+        return html.unescape(page(replace(stored, evidence=evidence)))
 
     ahead = replace(AHEAD, units=4)
     raced = (WINNER, ahead, PLAIN, replace(PLAIN, role="incumbent"))
@@ -281,35 +292,36 @@ def test_the_winner_is_compared_with_all_that_was_executed_alike() -> None:
 
 def test_one_factor_is_told_where_predictions_are_nearer_after_it() -> None:
     """That which is fitted to requests may take policies farther off."""
-    made = replace(FASTER, common_factor=0.4)  # 100% off as predicted, 20% after it
-    assert made.to_json()["prediction"]["median_error_after_factor"] == pytest.approx(0.2)
-    worse = replace(FASTER, common_factor=2.0)
-    prediction = worse.to_json()["prediction"]
-    assert (prediction["common_factor"], prediction["largest_error"]) == (None, 1.0)
+    made = results(WINNER, PLAIN, common_factor=0.4)  # 100% off as predicted, 20% after it
+    assert made.prediction is not None
+    assert made.prediction.median_error_after_factor == pytest.approx(0.2)
+    worse = results(WINNER, PLAIN, common_factor=2.0)
+    assert worse.prediction is not None
+    assert (worse.prediction.common_factor, worse.prediction.largest_error) == (None, 1.0)
     text = printed(tuning_result(worse))
     assert "were off by 100.0% in the median of 3 policies\n" in text
     assert "factor" not in text
-    assert [c["predicted_after_factor_tokens_per_s"] for c in worse.to_json()["candidates"]] == [
-        None
-    ] * 4
+    assert [c.predicted_after_factor_tokens_per_s for c in worse.candidates] == [None] * 4
 
 
 def test_what_speaks_against_the_figures_stands_in_the_verdict() -> None:
-    doubtful = replace(FASTER, workload=Sanity(18, repetitive=18))
+    doubtful = changed(FASTER, workload=Sanity(18, repetitive=18))
     line = "Beware: 18 of 18 texts end in a cycle that repeats itself"
-    assert line in " ".join(closing(doubtful.to_json(), "here", []).split())
-    assert line in " ".join(reasons(doubtful.to_json()))
-    assert "Beware" not in closing(FASTER.to_json(), "here", [])
+    assert line in " ".join(closing(doubtful, "here", []).split())
+    assert line in " ".join(reasons(doubtful))
+    assert "Beware" not in closing(FASTER, "here", [])
 
 
 def test_the_page_of_an_engine_names_no_command_of_the_native_decoder() -> None:
-    stored = report(replace(FASTER, unit="runs"), **PUBLISHED)
-    stored.evidence["about"] |= {"engine": "vLLM 0.32.0", "deployment": "vllm"}
+    stored = report(changed(FASTER, unit="runs"), **PUBLISHED)
+    about = stored.evidence.about
+    about |= {"engine": "vLLM 0.32.0", "deployment": "vllm"}
     text = html.unescape(page(stored))
     assert re.findall("<pre>(.*)</pre>", text) == ["spectune policies list --deployment vllm"]
     assert "6 requests to search, 4 runs to race, 7 runs to confirm" in text
-    stored.evidence["tuned"]["published"] = None
-    command, _ = deploy_command(stored)
+    unpublished = report(changed(FASTER, unit="runs"))
+    unpublished.evidence.about.update(about)
+    command, _ = deploy_command(unpublished)
     assert command.endswith(f"{FAST.id} --pair demo --deployment vllm --device cuda")
 
 
@@ -365,10 +377,10 @@ def test_the_page_is_whole_and_nothing_in_it_acts(tmp_path: Path) -> None:
 
 def test_a_machine_whose_speed_changed_is_told_first() -> None:
     """Of all that is said, on the page and at the end of the command, and what to do."""
-    steady = replace(FASTER, probes=(1.0, 1.1, 1.05))
-    assert "speed changed" not in closing(steady.to_json(), "here", [])
-    drifted = replace(FASTER, probes=(1.0, 1.3, 1.1, 1.0))
-    first = closing(drifted.to_json(), "here", []).split("\n\n")[0]
+    steady = changed(FASTER, probes_s=(1.0, 1.1, 1.05))
+    assert "speed changed" not in closing(steady, "here", [])
+    drifted = changed(FASTER, probes_s=(1.0, 1.3, 1.1, 1.0))
+    first = closing(drifted, "here", []).split("\n\n")[0]
     assert "up to 30% longer at one time than at another" in " ".join(first.split())
     assert "tune again" in first
     assert "up to 30% longer" in html.unescape(page(report(drifted)))

@@ -15,7 +15,6 @@ from synthetic import chain_panorama, flat_profile
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import ReplayTrace
-from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.search import (
     TIE,
     SearchStudy,
@@ -30,7 +29,7 @@ from spectune.optimizer.tuning.pipeline import Raced, decide
 from spectune.optimizer.tuning.race import Comparison
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.optimizer.tuning.timings import Timings
-from spectune.optimizer.tuning.tuned import Candidate
+from spectune.optimizer.tuning.tuned import AS_FAST, Candidate
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.schema import Outcome, Sampling, Tokens
 from spectune.traces.tables import Publication, Trajectory
@@ -167,7 +166,7 @@ def test_only_a_confirmed_gain_takes_the_place_of_what_a_deployment_does(
     """Whatever the race said: beyond noise, worth having, and on enough requests."""
     challenger = near("fixed", 3)
     raced = raced_by(challenger, [0.5], challenger)
-    confirmed = Confirmation(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
+    confirmed = Confirmation.of(challenger.id, (ratio, low, ratio**2 / low), requests, 2)
     decision = decide(raced, confirmed, "what was stays")
     faster = f"was {ratio:.3f} times as fast as autoregressive (98% interval {low:.3f} to"
     assert faster in decision.reason

@@ -18,8 +18,8 @@ from trace_values import a_trajectory
 
 from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.recording.processes import dask_workers
-from spectune.optimizer.report.words import EVIDENCE
 from spectune.optimizer.tuning.sources import recording_named, sample_since
+from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.options import from_document, read_config
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Tune

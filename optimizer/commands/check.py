@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Check as Settings
-from spectune.settings import RaceSettings, SamplingSettings
+from spectune.settings import RaceSettings, SamplingSettings, Tune
 from spectune.traces.acceptance import hardly_accepted
 from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
@@ -55,11 +54,12 @@ def check(s: Settings, talk: Talk) -> Result:
     short = [line for draft in spec.drafts if (line := short_draft(spec, draft))]
     for line in (*hardly_accepted(first, pair.heads), *short):
         talk.tell(line)
-    longer = SamplingSettings().max_new_tokens / s.sampling.max_new_tokens
+    is_said = s.typed("sampling.max_new_tokens")
+    longer = 1 if is_said else SamplingSettings().max_new_tokens / s.sampling.max_new_tokens
     tokens = checked.tokens / len(checked.texts) * len(tuned.requests) * longer
     minutes = (checked.tune_seconds(tokens) + RaceSettings().budget) / 60
     models, advice = memory(pair), _advice(checked)
-    command = next_command(s, _tune(s, spec), "pair")
+    command = next_command(s, *_tune(s, spec))
     data = {
         "pair": spec.id,
         "heads": pair.hidden_states,
@@ -182,9 +182,10 @@ def _about(minutes: float) -> str:
     return f"about {minutes:.0f} minutes" if minutes < 100 else f"about {minutes / 60:.0f} hours"
 
 
-def _tune(s: Settings, spec: PairSpec) -> str:
-    """The command that tunes this pair on this workload."""
-    words = ["tune"]
+def _tune(s: Settings, spec: PairSpec) -> tuple[list[str], type[Tune], set[str]]:
+    """The command that tunes this pair on this workload, its settings, and which of those typed do
+    not go on to it."""
+    words, without = ["tune"], {"target", "drafts", "requests.limit", "workload"}
     if s.drafts or spec.target == s.target:
         models = [f"target={spec.target}", *(f"drafts.{n}={p}" for n, p in spec.drafts.items())]
         words += [word for model in models for word in ("--set", model)]
@@ -192,6 +193,4 @@ def _tune(s: Settings, spec: PairSpec) -> str:
         words += ["--pair", str(s.target)]
     if s.typed("workload"):
         words += [word for file in s.workload for word in ("--workload", file)]
-    if s.sampling.temperature:
-        words += ["--temperature", f"{s.sampling.temperature:g}"]
-    return shlex.join(words)
+    return words, Tune, without

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of
 from spectune.optimizer.tuning.sources import recording_named
-from spectune.options import without_effect
+from spectune.options import typed_words, without_effect
 from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -36,12 +36,13 @@ from spectune.traces.tables import Recording
 from spectune.traces.text import shortened
 
 
-def next_command(s: Settings, words: str, *keys: str) -> str:
-    """A command to type next, on the database that was typed and with these of what was."""
-    door = f"spectune --db {shlex.quote(s.db)}" if s.typed("db") else "spectune"
-    place = {key: getattr(s, key) for key in keys if s.typed(key)}
-    typed = (f" --{k} {shlex.quote(v)}" for k, v in place.items() if isinstance(v, str))
-    return f"{door} {words}{''.join(typed)}"
+def next_command(
+    s: Settings, words: Sequence[str], of: type[Settings], without: Collection[str] = ()
+) -> str:
+    """A command to type next, whose settings are ``of``: these words, and what was typed of the
+    options that it takes too, but for the keys of ``without``."""
+    place = ["--db", s.db] if s.typed("db") else []
+    return shlex.join(["spectune", *place, *words, *typed_words(s, of, without)])
 
 
 def warn(line: str) -> None:

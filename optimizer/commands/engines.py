@@ -11,7 +11,7 @@ from spectune.engines.abilities import ENGINES
 from spectune.engines.vllm.command import server_arguments, short_draft
 from spectune.optimizer.commands.common import Talk, next_command, pair_of
 from spectune.optimizer.commands.results import Result, Table, listed
-from spectune.settings import Engines
+from spectune.settings import Engines, Follow
 
 
 def engines(s: Engines, talk: Talk) -> Result:
@@ -49,6 +49,6 @@ def _vllm(s: Engines, talk: Talk) -> Result:
         talk.tell("set SPECTUNE_DB first: the URL of the database holds a password")
         follow = f"spectune follow {folder}"
     else:
-        follow = next_command(s, f"follow {folder}", "pair", "deployment")
+        follow = next_command(s, ["follow", str(Path(s.folder).absolute())], Follow, {"folder"})
     data = {"pair": spec.id, "arguments": list(arguments), "serve": serve, "follow": follow}
     return Result(f"{serve}\n{follow}", data)

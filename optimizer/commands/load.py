@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from spectune.optimizer.tuning.load_bench import (
 from spectune.optimizer.tuning.load_search import LoadTrial
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.settings import Simulate, Tune
+from spectune.settings import PoliciesActivate, Simulate, Tune
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
@@ -155,8 +154,9 @@ def next_of(policy: Policy, place: Place, s: Tune) -> str:
         return ""
     document = policy.model_dump(mode="json", include={"draft", "window"})
     name = "autoregressive" if policy.draft == "none" else json.dumps(document)
-    there = f"--deployment {place.deployment} --device {place.device}"
-    command = next_command(s, f"policies activate {there} {shlex.quote(name)}", "pair")
+    there = ["--deployment", place.deployment, "--device", place.device]
+    words = ["policies", "activate", *there, name]
+    command = next_command(s, words, PoliciesActivate, {"deployment", "device"})
     return f"\n# publishes it\n{command}"
 
 

@@ -81,8 +81,7 @@ def latency_lines(latency: Mapping[str, Any] | None) -> list[str]:
 def tuning_result(tuned: Tuned) -> Result:
     """What a tuning executed (:func:`optimizer.report.words.executed_table`), and how it ended. A
     row is a policy, fastest first by the race: on other requests tokens/s do not compare."""
-    data = tuned.to_json()
-    executed = executed_table(data)
+    executed = executed_table(tuned)
     printed = [dict(zip(executed.columns, row, strict=True)) for row in executed.rows]
     title = "Executed on requests the search has not seen"
     tested = f"{tuned.test_requests} others"
@@ -93,25 +92,25 @@ def tuning_result(tuned: Tuned) -> Result:
         f"executed on {tested}; between executions {tuned.texts}",
         prediction_in_words(tuned.prediction),
     ]
-    dropped = {c.policy.id: c for c in tuned.candidates if not c.survived}.values()
-    if early := sum(c.units < tuned.test_requests for c in dropped):
+    dropped = [c for c in tuned.policies.values() if not c.left_in_race]
+    if early := sum(c.executed_requests < tuned.test_requests for c in dropped):
         lines.append(
             f"dropped early, behind beyond noise: {early}; compare policies by the last column"
         )
-    lines += latency_lines(tuned.winner.executed.latency())
+    lines += latency_lines(tuned.policies[tuned.winner.id].latency)
     if tuned.seconds:
         lines.append("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in tuned.seconds.items()))
     table = Table(printed, title=title, best=executed.winner)
-    return Result("\n".join(lines), data, _rows(data), [table])
+    return Result("\n".join(lines), tuned.to_json(), _rows(tuned), [table])
 
 
-def _rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(tuned: Tuned) -> list[dict[str, Any]]:
     """The policies executed, each once, with all its roles."""
     kinds = ("predicted", "predicted_after_factor", "measured")
     keys = ("label", *(f"{kind}_tokens_per_s" for kind in kinds))
     ratios = ("ratio_to_incumbent", "ratio_to_autoregressive", "ratio_to_leader")
     rows: dict[str, dict[str, Any]] = {}
-    for c in sorted(data["candidates"], key=lambda c: -c["ratio_to_leader"]):
-        role = rows[c["id"]]["role"] + ", " if c["id"] in rows else ""
-        rows[c["id"]] = {"role": role + c["role"], **{k: c[k] for k in (*keys, *ratios)}}
+    for c in sorted(tuned.candidates, key=lambda c: -c.ratio_to_leader):
+        role = rows[c.id]["role"] + ", " if c.id in rows else ""
+        rows[c.id] = {"role": role + c.role, **{k: getattr(c, k) for k in (*keys, *ratios)}}
     return list(rows.values())

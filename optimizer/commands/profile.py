@@ -17,9 +17,9 @@ from spectune.optimizer.inputs import read_files
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.recording.engine_profile import Design, profile_engine, step_table
 from spectune.optimizer.recording.on_engine import prompts_of
-from spectune.optimizer.recording.record import texts_to_profile, whole_texts
+from spectune.optimizer.recording.record import whole_texts
 from spectune.optimizer.replay.served_costs import costs_of_engine
-from spectune.optimizer.tuning.sources import recording_named
+from spectune.optimizer.tuning.sources import texts_to_profile
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.profiling import measure_profile
 from spectune.runtime.text_codec import load_codec
@@ -45,8 +45,7 @@ def _native(s: Profile, talk: Talk) -> Result:
         pair = load(s, spec, talk)
         texts: Sequence[Trajectory] = ()
         if s.trees:
-            recording = s.recording and recording_named(store, s.recording, pair=pair.spec).id
-            recording, texts = texts_to_profile(store, pair.id, recording)
+            recording, texts = texts_to_profile(store, pair.spec, s.recording)
             source = "random tokens: nothing of this pair is recorded"
             if recording:
                 source = f"the {len(texts)} texts of recording {recording}"
@@ -168,9 +167,7 @@ def _prompts(
 ) -> tuple[Sequence[Prompt], str]:
     """Prompts of a recording of the pair, spread over it, else of the demo's; and of what they
     are."""
-    if recording is not None:
-        recording = recording_named(store, recording, pair=spec).id
-    name, texts = texts_to_profile(store, spec.id, recording)
+    name, texts = texts_to_profile(store, spec, recording)
     if not texts:
         demo = read_files(["demo"], RequestsSettings(limit=MOST_PROMPTS))
         return prompts_of(load_codec(spec), demo, DecodeOptions()), "the workload `demo`"

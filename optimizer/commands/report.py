@@ -46,7 +46,7 @@ def write_report(
     folder = beside[0].parent if beside else Path()
     path = out or str(folder / f"spectune-report-{name}.html")
     write_text(path, [page(report, gpus=gpus, price=price)])
-    return {"path": path, "study": name, "sentence": headline(report.evidence["tuned"])}
+    return {"path": path, "study": name, "sentence": headline(report.evidence.tuned)}
 
 
 def page_of(

@@ -12,6 +12,7 @@ from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.followed_servers import Servers, answers_in_words
 from spectune.optimizer.schedule import list_schedules
+from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.settings import StatusCommand
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, speed
@@ -53,7 +54,8 @@ def _in_force(
     of = TraceFilter(pair=p.pair_id, policy=p.policy_id, since=at)
     served = next(iter(speed(store, of, by=("policy",))), None)
     figures = ("requests", "tokens_per_s", "tau", "acceptance", "mean_batch")
-    confirmed = p.evidence.get("confirmed")
+    tuned = tuned_of(p)
+    confirmed = tuned and tuned.confirmed
     answers = store.acknowledgements(p.version)
     return _row(p.deployment, _due(schedules, p.deployment)) | {
         "pair": names.get(p.pair_id, p.pair_id),
@@ -65,7 +67,7 @@ def _in_force(
         "since": at.isoformat(),
         "actor": p.actor,
         "reason": p.reason,
-        "confirmed": confirmed and {k: confirmed[k] for k in ("ratio", "interval", "level")},
+        "confirmed": confirmed and confirmed.model_dump(include={"ratio", "interval", "level"}),
         "served_since": served and {key: served[key] for key in figures},
         "servers": answers_in_words(answers, servers),
     }

@@ -51,9 +51,10 @@ from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.pipeline import tune as run_tuning
 from spectune.optimizer.tuning.server_bench import connect, record_draft, server_bench
 from spectune.optimizer.tuning.sources import ServerTuned, recording_named, sample_since, suits
+from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.text_codec import load_codec
-from spectune.settings import Tune
+from spectune.settings import PoliciesActivate, PoliciesShow, RunCommand, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
@@ -123,7 +124,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
         assert isinstance(bench, PairBench)
         data["heads"], tail = bench.pair.hidden_states, ""
     where = f"in deployment {place.deployment} on {place.device}"
-    lines.append(closing(data, where, _hints(data, place, s)) + tail)
+    lines.append(closing(tuned, where, _hints(tuned, page, place, s)) + tail)
     return Result("\n".join(lines), data, result.rows, tables, failed=failed)
 
 
@@ -269,20 +270,27 @@ def _send(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Reco
     return record_on(store, server.spec, server, *request, fresh=s.fresh, progress=talk.progress)
 
 
-def _hints(data: dict[str, Any], place: Place, s: Tune) -> list[tuple[str, str]]:
+def _hints(tuned: Tuned, page: str | None, place: Place, s: Tune) -> list[tuple[str, str]]:
     """What to type after a tuning, with the options that name the same place, and what it is
     for."""
-    winner, page, native = data["winner"]["id"], data["report"], place.engine == "native"
-    there = "" if native else f" --deployment {place.deployment} --device {place.device}"
-    carried = ("pair", "deployment") if native else ("pair",)
-    hints = [(f"policies show {winner}", "the policy, key by key")]
-    if data["published"]:
-        hints = [(f"policies show active{there}", "the published policy, and its evidence")]
+    winner, native = tuned.winner.id, place.engine == "native"
+    there, without = [], {"fresh", "deployment", "device"}
+    if native:
+        without = {"fresh"}
+    else:
+        there = ["--deployment", place.deployment, "--device", place.device]
+    show = partial(next_command, s, of=PoliciesShow, without=without)
+    hints = [(show(["policies", "show", winner]), "the policy, key by key")]
+    if tuned.published:
+        shown = show(["policies", "show", "active", *there])
+        hints = [(shown, "the published policy, and its evidence")]
         if native:
-            hints.append(("run --policy active", "decodes with what is published"))
-    elif winner != data["baselines"]["incumbent"]["id"] and not data["blocked"]:
-        hints.append((f"policies activate {winner}{there}", "publishes the winner"))
-    hints = [(next_command(s, words, *carried), why) for words, why in hints]
+            run = next_command(s, ["run", "--policy", "active"], RunCommand, {"fresh", "policy"})
+            hints.append((run, "decodes with what is published"))
+    elif tuned.deploys and not tuned.blocked:
+        words = ["policies", "activate", winner, *there]
+        activate = next_command(s, words, PoliciesActivate, without)
+        hints.append((activate, "publishes the winner"))
     if page is not None:
         shown = "predicted against measured, the race, latency, what was tried: open it"
         hints.append((page, shown))

@@ -16,6 +16,7 @@ from spectune.optimizer.commands.tune import Account, tune_in
 from spectune.optimizer.schedule import run_worker
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
+from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.options import from_document
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec
@@ -66,10 +67,9 @@ def tuning_job(
         where = {"report": "none"} if db is None else {"db": db}
         settings = settings.model_copy(update=where)
         publication = store.published_under(job.idempotency_key)
-        if publication is not None and "winner" in publication.evidence:
-            evidence = publication.evidence
-            page, _ = page_of(store, evidence["study"], settings.db, settings.report, tell)
-            return _result({**evidence, "published": {"version": publication.version}}, page)
+        if publication is not None and (tuned := tuned_of(publication)) is not None:
+            page, _ = page_of(store, tuned.study, settings.db, settings.report, tell)
+            return _result({**tuned.to_json(), "published": publication.told()}, page)
 
         def step(phase: str, done: int, total: int) -> None:
             job.check()

@@ -25,7 +25,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.schema import Workload
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.traffic import TrafficWriter
-from spectune.traces.tables import DESIGNED, Panorama, Recording, Trajectory
+from spectune.traces.tables import Panorama, Recording, Trajectory
 
 Nodes = tuple[Any, Any]
 
@@ -33,28 +33,6 @@ Nodes = tuple[Any, Any]
 def whole_texts(trajectories: Iterable[Trajectory]) -> list[list[int]]:
     """Token ids of each text, prompt and output: what a profile is measured on."""
     return [[*t.prompt_ids.tolist(), *t.output_ids.tolist()] for t in trajectories]
-
-
-def texts_to_profile(
-    store: TraceStore, pair_id: str, recording: str | None
-) -> tuple[str | None, Sequence[Trajectory]]:
-    """A recording's id and texts: the one named, else the pair's newest that is complete and holds
-    any; (None, ()) where there is none.
-
-    Raises NotFoundError where none has that name, TraceError where the one named holds no text.
-    """
-    if recording is None:
-        complete = store.list_recordings(pair_id, state="complete")
-        names = [r.id for r in complete if r.source != DESIGNED]
-    else:
-        names = [recording]
-    for name in names:
-        loaded = store.load(name, (), skip_corrupted=True)
-        if loaded.requests:
-            return loaded.info.id, loaded.trajectories
-        if recording is not None:
-            raise TraceError(f"recording {loaded.info.id} holds no text; name another, or none")
-    return None, ()
 
 
 def recording_options(pair: LoadedPair, options: DecodeOptions) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from spectune.optimizer.report.words import Json
+from spectune.optimizer.tuning.tuned import RacedPolicy
 from spectune.traces.text import printable
 
 COLOURS = ("#2566ae", "#c2560c", "#2a7d48", "#7a45ad", "#a8326a")
@@ -83,13 +83,15 @@ def _mark(axes: Axes, mark: Mark, y: float, series: Series) -> None:
     axes.plot([value], [y], "o", color=colour, label=label, zorder=on_top)
 
 
-def prediction(candidates: Sequence[Json], series: Series) -> str:
-    """Predicted over measured speed of each candidate; on the dashed line both are equal."""
+def prediction(candidates: Sequence[RacedPolicy], series: Series) -> str:
+    """Predicted over measured speed of each candidate that was predicted; on the dashed line both
+    are equal."""
 
     def draw(axes: Axes) -> None:
         for c in candidates:
-            mark = (c["id"], c["measured_tokens_per_s"], *c["measured_interval"])
-            _mark(axes, mark, c["predicted_tokens_per_s"], series)
+            if c.predicted_tokens_per_s is not None:
+                mark = (c.id, c.measured_tokens_per_s, *c.measured_interval)
+                _mark(axes, mark, c.predicted_tokens_per_s, series)
         end = max(axes.get_xlim()[1], axes.get_ylim()[1])
         axes.plot((0, end), (0, end), "--", color=GREY, lw=1)
         axes.set(xlim=(0, end), ylim=(0, end))

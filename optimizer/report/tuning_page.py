@@ -15,12 +15,10 @@ from markupsafe import Markup
 from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.report import charts
 from spectune.optimizer.report.words import (
-    EVIDENCE,
     TREES,
     Json,
     PolicyTable,
     counted,
-    deploys,
     drift_in_words,
     executed_table,
     headline,
@@ -32,6 +30,7 @@ from spectune.optimizer.report.words import (
     series_of,
     titles_of,
 )
+from spectune.optimizer.tuning.tuned import EVIDENCE, RoundsOfOne, Tuned, TuningEvidence
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, acceptance
@@ -43,12 +42,11 @@ ROUNDS_DRAWN, CHARACTERS_SHOWN = 24, 200
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What is stored of a tuning. ``evidence``: of :mod:`optimizer.report.evidence`;
-    ``acceptance``: by draft the share of starts whose first 1, 2, ... proposals are all accepted;
-    ``pair``: the pair's document."""
+    """What is stored of a tuning. ``acceptance``: by draft the share of starts whose first 1, 2,
+    ... proposals are all accepted; ``pair``: the pair's document."""
 
     study: Study
-    evidence: Json
+    evidence: TuningEvidence
     acceptance: Mapping[str, Sequence[float]]
     pair: Json
 
@@ -72,7 +70,7 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
     study = store.get_study(name)
     for artifact in store.list_artifacts(EVIDENCE, study.pair_id):
         if artifact.provenance.get("study") == study.id:
-            evidence = store.get_artifact(artifact.id).document
+            evidence = TuningEvidence.model_validate(store.get_artifact(artifact.id).document)
             break
     else:
         raise NotFoundError(
@@ -89,17 +87,16 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
 
 def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> str:
     """The HTML of the page."""
-    tuned, about, study = report.evidence["tuned"], report.evidence["about"], report.study
-    winner, published = tuned["winner"], tuned["published"]
-    parts = {"search": "search_requests", "race": "test_requests", "confirm": "confirm_requests"}
-    units = {"search": "requests"}
+    tuned, about, study = report.evidence.tuned, report.evidence.about, report.study
+    winner, published = tuned.winner, tuned.published
     dealt = (
-        f"{counted(tuned[key], units.get(part, tuned['unit']))} to {part}"
-        for part, key in parts.items()
+        f"{counted(tuned.search_requests, 'requests')} to search",
+        f"{counted(tuned.test_requests, tuned.unit)} to race",
+        f"{counted(tuned.confirm_requests, tuned.unit)} to confirm",
     )
     facts = {
-        "policy": f"{winner['label']} ({winner['id']}): {policy_in_words(winner['policy'])}",
-        "published": f"version {published['version']}" if published else "nothing",
+        "policy": f"{winner.label} ({winner.id}): {policy_in_words(winner.policy.spelled_out())}",
+        "published": f"version {published.version}" if published else "nothing",
         "executed": ", ".join(dealt),
         **about,
         "study": f"{study.id}, {study.created_at:%Y-%m-%d %H:%M} UTC",
@@ -115,7 +112,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         title=headline(tuned),
         command=command,
         purpose=purpose,
-        lead=[*drift_in_words(tuned["probes_s"]), *reasons(tuned), *saved],
+        lead=[*drift_in_words(tuned.probes_s), *reasons(tuned), *saved],
         facts=facts.items(),
         sections=list(sections(report)),
     )
@@ -133,21 +130,21 @@ def _shown(value: Any) -> Any:
 def deploy_command(report: TuningReport) -> tuple[str, str]:
     """The command that uses or publishes the winner, and what it does, or why there is none; empty
     where nothing is to be deployed."""
-    tuned, about = report.evidence["tuned"], report.evidence["about"]
+    tuned, about = report.evidence.tuned, report.evidence.about
     deployment = about.get("deployment", "default")
-    if not deploys(tuned):
+    if not tuned.deploys:
         return "", ""
-    if tuned["blocked"]:
-        return "", f"Nothing was published: {tuned['blocked']}."
+    if tuned.blocked:
+        return "", f"Nothing was published: {tuned.blocked}."
     place = [] if deployment == "default" else ["--deployment", deployment]
     if "engine" in about:  # its servers are no process of ours
-        if tuned["published"]:
+        if tuned.published:
             purpose = "It is published. This shows which servers have applied it:"
             return shlex.join(["spectune", "policies", "list", *place]), purpose
         place += ["--device", about["device"]]
-    words = ["spectune", "policies", "activate", tuned["winner"]["id"]]
+    words = ["spectune", "policies", "activate", tuned.winner.id]
     purpose = "It is not published yet. This puts it in force:"
-    if tuned["published"]:
+    if tuned.published:
         words = ["spectune", "run", "--policy", "active"]
         purpose = "It is published. This decodes with it:"
     spec = PairSpec.from_json(report.pair, where="the pair of the study")
@@ -162,7 +159,7 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
 
 def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
     """The page's parts: a heading, and its panels."""
-    tuned, evidence, document = report.evidence["tuned"], report.evidence, report.study.document
+    tuned, evidence, document = report.evidence.tuned, report.evidence, report.study.document
     series = series_of(tuned)
     executed = executed_table(tuned)
     count = f"{len(executed.rows)} policies were executed"
@@ -173,10 +170,10 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
         "Milliseconds over requests; with few requests p99 is the slowest.",
         table=latency_table(tuned),
     )
-    speeds = [_categories(evidence["categories"], tuned)] if deploys(tuned) else []
+    speeds = [_categories(evidence.categories, tuned)] if tuned.deploys else []
     yield "Requests", [*speeds, latency]
     drafts = [_positions(report.acceptance)] if report.acceptance else []
-    if drafts := [*drafts, *_rounds(evidence["rounds"], next(iter(series.values())))]:
+    if drafts := [*drafts, *_rounds(evidence.rounds, next(iter(series.values())))]:
         yield "Drafts", drafts
     why = document.get("by_prompt") or "not tried"
     by_prompt = Panel("by-prompt", "A draft for each prompt", items=[why])
@@ -185,38 +182,37 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     """Predictions, and how the race ended."""
-    tuned, titles = report.evidence["tuned"], titles_of(report.evidence["tuned"])
-    candidates = {c["id"]: c for c in tuned["candidates"]}.values()
-    predicted = [c for c in candidates if c["predicted_tokens_per_s"] is not None]
-    if predicted:
+    tuned, titles = report.evidence.tuned, titles_of(report.evidence.tuned)
+    candidates = tuned.policies.values()
+    if tuned.prediction is not None:
         yield Panel(
             "prediction",
-            prediction_in_words(tuned["prediction"]),
+            prediction_in_words(tuned.prediction),
             "A point is an executed policy, as the profile predicted it before anything was "
             "executed; bars are 95% intervals over requests.",
-            charts.prediction(sorted(predicted, key=lambda c: c["id"] not in series), series),
+            charts.prediction(sorted(candidates, key=lambda c: c.id not in series), series),
         )
-    race = sorted(candidates, key=lambda c: -c["ratio_to_leader"])
+    race = sorted(candidates, key=lambda c: -c.ratio_to_leader)
     lines = [
         (
-            titles[c["id"]] + " (dropped)" * (not c["left_in_race"]),
-            [(c["id"], c["ratio_to_leader"], *c["ratio_to_leader_interval"])],
+            titles[c.id] + " (dropped)" * (not c.left_in_race),
+            [(c.id, c.ratio_to_leader, *c.ratio_to_leader_interval)],
         )
         for c in race
     ]
     yield Panel(
         "race",
-        f"{sum(not c['left_in_race'] for c in race)} of {len(race)} policies fell behind beyond "
+        f"{sum(not c.left_in_race for c in race)} of {len(race)} policies fell behind beyond "
         "noise in the race and were dropped",
         "Speed over that of the fastest in the race, with 95% intervals.",
         charts.rows("race", "speed over the fastest's", lines, series),
     )
 
 
-def _categories(speeds: Json, tuned: Json) -> Panel:
+def _categories(speeds: Mapping[str, Mapping[str, float]], tuned: Tuned) -> Panel:
     """The winner beside the policies that were executed on what it was executed on."""
-    series, winner = series_of(tuned), tuned["winner"]["id"]
-    executed = {c["id"]: c["executed_requests"] for c in tuned["candidates"]}
+    series, winner = series_of(tuned), tuned.winner.id
+    executed = {c.id: c.executed_requests for c in tuned.candidates}
     policies = [p for p, number in executed.items() if number >= executed[winner] and p in speeds]
     categories = sorted({category for policy in policies for category in speeds[policy]})
     marks, ahead = [], 0
@@ -228,22 +224,22 @@ def _categories(speeds: Json, tuned: Json) -> Panel:
         "categories",
         f"The winner is fastest in {ahead} of {len(categories)} categories",
         f"Measured speed by category of request, of {len(policies)} policies that were executed "
-        f"on the same {tuned['unit']}.",
+        f"on the same {tuned.unit}.",
         charts.rows("categories", "tokens/s", marks, series, 0.0),
     )
 
 
-def _rounds(drawn: Json, name: str) -> Iterator[Panel]:
+def _rounds(drawn: RoundsOfOne, name: str) -> Iterator[Panel]:
     """One request round by round, where the policy of this name drafted."""
-    rounds, drawn_rounds = drawn["rounds"], drawn["rounds"][:ROUNDS_DRAWN]
+    rounds, drawn_rounds = drawn.rounds, drawn.rounds[:ROUNDS_DRAWN]
     if any(drafted for drafted, _, _ in rounds):
         drafted, accepted, emitted = (sum(column) for column in zip(*rounds, strict=True))
         yield Panel(
             "rounds",
             f"{name}: {accepted} of {drafted} drafted tokens accepted, {emitted} tokens in "
             f"{len(rounds)} rounds",
-            f"Request {drawn['request']}, its first {len(drawn_rounds)} rounds; its text "
-            f"begins: {drawn['text'][:CHARACTERS_SHOWN]}",
+            f"Request {drawn.request}, its first {len(drawn_rounds)} rounds; its text "
+            f"begins: {drawn.text[:CHARACTERS_SHOWN]}",
             charts.rounds(drawn_rounds),
         )
 
@@ -271,13 +267,13 @@ def _tried(report: TuningReport) -> Panel:
     speeds: dict[str, list[float]] = {}
     for trial in report.study.trials:
         speeds.setdefault(family(trial["policy"]), []).append(trial["value"] or 0.0)
-    executed = {c["id"]: family(c["policy"]) for c in report.evidence["tuned"]["candidates"]}
+    executed = {c.id: family(c.policy.spelled_out()) for c in report.evidence.tuned.candidates}
     names = sorted(speeds, key=lambda name: -max(speeds[name]))
     rows = [
         (name, len(speeds[name]), f"{max(speeds[name]):.1f}", [*executed.values()].count(name))
         for name in names
     ]
-    winner = executed[report.evidence["tuned"]["winner"]["id"]]
+    winner = executed[report.evidence.tuned.winner.id]
     columns = ("family", "policies", "best predicted tokens/s", "executed")
     table = PolicyTable(columns, rows, winner=names.index(winner) if winner in names else None)
     title = f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed"

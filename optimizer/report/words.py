@@ -1,4 +1,4 @@
-"""What a tuning found, in words: of its results as ``tune --json`` prints them, without a model."""
+"""What a tuning found, in sentences and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spectune.traces.sanity import Sanity
+from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.tuned import (
+    AS_FAST,
+    PredictionErrors,
+    RejectionNotTried,
+    Tuned,
+    is_finalist,
+)
 from spectune.traces.schema import Sampling
 
 Json = Mapping[str, Any]
@@ -16,24 +23,12 @@ LATENCIES = {
     "time_to_first_token_s": "time to first token",
     "time_per_output_token_s": "time per output token",
 }
-EVIDENCE: Final = "tuning"
-"""The kind of artifact that holds what a tuning's page draws (:mod:`optimizer.report.evidence`)."""
 STOPS = {
     "max_prob": "its next token is unsure",
     "joint_prob": "the draft as a whole is unsure",
     "entropy": "its distribution is wide",
 }
 TREES = {"top_k": "EAGLE-2 trees", "classifier": "C2T trees", "static": "static trees"}
-AS_FAST: Final = "times as fast as"
-"""Of two policies that do the same work, in more or less time."""
-AT_A_RATE: Final = "times the tokens/s of"
-"""Where requests come at a rate of their own: a server that keeps up serves no more tokens/s."""
-GAINS: Final = {
-    "throughput": AS_FAST,
-    "tpot": "times as fast per output token as",
-    "goodput": "times the goodput of",
-}
-"""By objective, what a ratio of two policies' worth says."""
 
 
 def counted(number: int, unit: str) -> str:
@@ -75,11 +70,6 @@ def policy_in_words(document: Json) -> str:
     return text
 
 
-def speculates(document: Json) -> bool:
-    """Whether a policy drafts at all."""
-    return not policy_in_words(document).startswith(policy_in_words({}))
-
-
 def sampling_in_words(sampling: Sampling) -> str:
     """How tokens are drawn, e.g. ``temperature 0.7, top-p 0.9, seed 0``."""
     s = sampling
@@ -88,48 +78,43 @@ def sampling_in_words(sampling: Sampling) -> str:
     return "greedy" if s.greedy else f"temperature {s.temperature:g}{top_k}{top_p}, seed {s.seed}"
 
 
-def names_of(tuned: Json) -> dict[str, str]:
+def names_of(tuned: Tuned) -> dict[str, str]:
     """How each executed policy is named, by its id: by its label, and by the first digits of its id
     too where another has the same label."""
-    labels = {c["id"]: str(c["label"]) for c in tuned["candidates"]}
+    labels = {c.id: c.label for c in tuned.candidates}
     shared = [label for label in labels.values() if [*labels.values()].count(label) > 1]
     return {i: label + f" [{i[:6]}]" * (label in shared) for i, label in labels.items()}
 
 
-def titles_of(tuned: Json) -> dict[str, str]:
+def titles_of(tuned: Tuned) -> dict[str, str]:
     """What tables and charts call each executed policy, by its id: its roles but for ``finalist``,
     and its name, e.g. ``winner: small fixed(gamma=4)``; what nothing was proved to beat is no
     winner, but ``kept``."""
-    titles, first = {}, "winner" if deploys(tuned) else "kept"
+    titles, first = {}, "winner" if tuned.deploys else "kept"
     for policy, name in names_of(tuned).items():
-        roles = [first] * (policy == tuned["winner"]["id"])
-        roles += [c["role"] for c in tuned["candidates"] if c["id"] == policy]
-        text = ", ".join(role for role in roles if not role.startswith("finalist"))
+        roles = [first] * (policy == tuned.winner.id)
+        roles += [c.role for c in tuned.candidates if c.id == policy]
+        text = ", ".join(role for role in roles if not is_finalist(role))
         titles[policy] = text if name in roles else f"{text}: {name}" if text else name
     return titles
 
 
-def series_of(tuned: Json) -> dict[str, str]:
+def series_of(tuned: Tuned) -> dict[str, str]:
     """The titles of winner, incumbent and autoregression, each once, the winner first."""
-    titles, baselines = titles_of(tuned), tuned["baselines"]
-    shown = (tuned["winner"], baselines["incumbent"], baselines["autoregressive"])
-    return {policy["id"]: titles[policy["id"]] for policy in shown}
+    titles = titles_of(tuned)
+    shown = (tuned.winner, tuned.incumbent, tuned.baselines["autoregressive"])
+    return {policy.id: titles[policy.id] for policy in shown}
 
 
-def latency_table(tuned: Json) -> PolicyTable:
+def latency_table(tuned: Tuned) -> PolicyTable:
     """What a user waits for under the winner, the incumbent and autoregression, in milliseconds."""
-    candidates, rows = {c["id"]: c for c in tuned["candidates"]}, []
+    rows = []
     for key, latency in LATENCIES.items():
         for policy, name in series_of(tuned).items():
-            times = (candidates[policy]["latency"] or {}).get(key)
+            times = (tuned.policies[policy].latency or {}).get(key)
             ms = (f"{1e3 * times[q]:.1f}" if times else None for q in ("p50", "p95", "p99"))
             rows.append((latency, name, *ms))
     return PolicyTable(("", "policy", "p50", "p95", "p99"), rows, words=2)
-
-
-def deploys(tuned: Json) -> bool:
-    """Whether a policy is to take the incumbent's place."""
-    return bool(tuned["winner"]["id"] != tuned["baselines"]["incumbent"]["id"])
 
 
 @dataclass(frozen=True)
@@ -142,46 +127,45 @@ class PolicyTable:
     winner: int | None = None
 
 
-def executed_table(tuned: Json) -> PolicyTable:
+def executed_table(tuned: Tuned) -> PolicyTable:
     """The policies that a tuning executed, fastest first by what tells policies apart that were not
     executed on the same requests: the speed over the race's leader, projected to the workload."""
     titles, has_factor = titles_of(tuned), has_common_factor(tuned)
-    candidates = {c["id"]: c for c in tuned["candidates"]}
-    ordered = sorted(candidates.values(), key=lambda c: -c["ratio_to_leader"])
+    ordered = sorted(tuned.policies.values(), key=lambda c: -c.ratio_to_leader)
     rows = []
     for c in ordered:
-        predicted, measured = c["predicted_tokens_per_s"], c["measured_tokens_per_s"]
+        predicted, measured = c.predicted_tokens_per_s, c.measured_tokens_per_s
         error = "-"
         if predicted and measured:
             error = f"{100 * (predicted / measured - 1):+.1f}%"
-            if has_factor:
-                after = c["predicted_after_factor_tokens_per_s"] / measured - 1
+            if c.predicted_after_factor_tokens_per_s is not None:
+                after = c.predicted_after_factor_tokens_per_s / measured - 1
                 error += f" ({100 * after:+.1f}%)"
-        low, high = c["ratio_to_leader_interval"]
+        low, high = c.ratio_to_leader_interval
         ends = "" if low is None or high is None or low == high else f" ({low:.3f}-{high:.3f})"
         rows.append(
             (
-                titles[c["id"]],
-                f"{c['mean_accepted_length']:.2f}",
+                titles[c.id],
+                f"{c.mean_accepted_length:.2f}",
                 "-" if predicted is None else f"{predicted:.1f}",
                 f"{measured:.1f}",
                 error,
-                f"{c['executed_requests']} of {tuned['test_requests']}",
-                f"{c['ratio_to_incumbent']:.3f}",
-                f"{c['ratio_to_leader']:.3f}{ends}",
+                f"{c.executed_requests} of {tuned.test_requests}",
+                f"{c.ratio_to_incumbent:.3f}",
+                f"{c.ratio_to_leader:.3f}{ends}",
             )
         )
     error = "error (after factor)" if has_factor else "error"
     columns = ("policy", "tau", "predicted", "measured tokens/s", error)
-    place = [c["id"] for c in ordered].index(tuned["winner"]["id"])
+    place = [c.id for c in ordered].index(tuned.winner.id)
     return PolicyTable(
-        (*columns, tuned["unit"], "vs incumbent", "vs leader (95%)"), rows, winner=place
+        (*columns, tuned.unit, "vs incumbent", "vs leader (95%)"), rows, winner=place
     )
 
 
-def has_common_factor(tuned: Json) -> bool:
+def has_common_factor(tuned: Tuned) -> bool:
     """Whether one common factor brings predicted speeds nearer to those executed."""
-    return tuned["prediction"] is not None and tuned["prediction"]["common_factor"] is not None
+    return tuned.prediction is not None and tuned.prediction.common_factor is not None
 
 
 def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2) -> str:
@@ -192,60 +176,59 @@ def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2)
     return f" ({100 * level:.0f}% interval {low:.{digits}f} to {high:.{digits}f})"
 
 
-def headline(tuned: Json) -> str:
+def headline(tuned: Tuned) -> str:
     """What to deploy and how much better it is, or what to keep."""
-    name, incumbent = names_of(tuned)[tuned["winner"]["id"]], tuned["baselines"]["incumbent"]
-    drafts = speculates(incumbent["policy"])
-    if deploys(tuned):
+    name, drafts = names_of(tuned)[tuned.winner.id], tuned.incumbent.policy.speculates
+    if tuned.deploys:
         against = "the incumbent" if drafts else "decoding without a draft"
-        ratio = tuned["ratio_to_incumbent"][0]
-        return f"Deploy this: {name}, {ratio:.2f} {tuned['gain']} {against}"
+        return f"Deploy this: {name}, {tuned.ratio_to_incumbent[0]:.2f} {tuned.gain} {against}"
     return (
         f"{f'Keep {name}' if drafts else 'Decode without a draft'}: no faster policy was confirmed"
     )
 
 
-def confirmed_in_words(confirmed: Json, winner: str, incumbent: str, gain: str = AS_FAST) -> str:
-    """What a confirmation (``confirmed`` of ``tune --json``) showed of two policies, by label.
-    ``gain``: one of :data:`GAINS`."""
-    ratio, ends, level = confirmed["ratio"], confirmed["interval"], confirmed["level"]
-    units = counted(confirmed["requests"], confirmed["unit"])
+def confirmed_in_words(
+    confirmed: Confirmation, winner: str, incumbent: str, gain: str = AS_FAST
+) -> str:
+    """What a confirmation showed of two policies, by label. ``gain``: one of
+    :data:`optimizer.tuning.tuned.GAINS`."""
+    ends = interval(confirmed.interval, confirmed.level, 3)
     sentence = (
-        f"{winner} was {ratio:.3f} {gain} {incumbent}{interval(ends, level, 3)} on {units} held "
-        "out to confirm it"
+        f"{winner} was {confirmed.ratio:.3f} {gain} {incumbent}{ends} on "
+        f"{counted(confirmed.requests, confirmed.unit)} held out to confirm it"
     )
-    return ": ".join(filter(None, (sentence, confirmed["against"])))
+    return ": ".join(filter(None, (sentence, confirmed.against)))
 
 
-def rejection_in_words(tuned: Json) -> list[str]:
+def rejection_in_words(tuned: Tuned) -> list[str]:
     """What the best chain of the verifier `rejection` came to, a sentence; none where it says
     nothing."""
-    found = tuned.get("rejection")
-    if not found:
+    chain = tuned.rejection
+    if chain is None:
         return []
-    if why := found.get("not_tried"):
-        return [f"sampling.verifier=rejection was not tried: {why}."]
-    beside, expected = found["beside"], found["predicted_ratio"]
-    is_winner = beside["id"] == tuned["winner"]["id"]
-    base = "the winner" if is_winner else f"{beside['label']}, which won the race"
-    executed = f"executed {found['executed_ratio']:.2f}"
+    if isinstance(chain, RejectionNotTried):
+        return [f"sampling.verifier=rejection was not tried: {chain.not_tried}."]
+    beside, expected = chain.beside, chain.predicted_ratio
+    is_winner = beside.id == tuned.winner.id
+    base = "the winner" if is_winner else f"{beside.label}, which won the race"
+    executed = f"executed {chain.executed_ratio:.2f}"
     times = f"times as fast as {base}"
     both = f"predicted {expected:.2f} {times}, {executed}" if expected else f"{executed} {times}"
     return [
-        f"With sampling.verifier=rejection the best chain is {found['label']}: {both}"
-        f"{interval(found['executed_interval'])} on {found['requests']} requests; its texts are "
+        f"With sampling.verifier=rejection the best chain is {chain.label}: {both}"
+        f"{interval(chain.executed_interval)} on {chain.requests} requests; its texts are "
         "others of the same distribution."
     ]
 
 
-def reasons(tuned: Json) -> list[str]:
+def reasons(tuned: Tuned) -> list[str]:
     """On what the headline rests, and what speaks against it, a sentence each."""
     names = names_of(tuned)
-    raced = (tuned["confirmed"] or tuned["winner"])["id"]
-    in_race = {c["id"]: c["ratio_to_leader"] for c in tuned["candidates"] if c["left_in_race"]}
+    raced = (tuned.confirmed or tuned.winner).id
+    in_race = {c.id: c.ratio_to_leader for c in tuned.candidates if c.left_in_race}
     leader = max(in_race, key=in_race.__getitem__, default=raced)
-    sentences = [f"{tuned['reason']}."]
-    if earlier := tuned["earlier_confirmations"]:
+    sentences = [f"{tuned.reason}."]
+    if earlier := tuned.earlier_confirmations:
         sentences.append(
             f"What was held out had confirmed policies {earlier} time{'s' * (earlier > 1)} before: "
             "each time it says less, and other requests say more."
@@ -254,11 +237,11 @@ def reasons(tuned: Json) -> list[str]:
         ahead = 100 * (in_race[leader] / in_race[raced] - 1)
         sentences.append(
             f"{names[leader]} was {ahead:.1f}% ahead in the race, as projected to all of its "
-            f"{tuned['unit']}, within noise: of equals the simpler wins, then the one predicted to "
+            f"{tuned.unit}, within noise: of equals the simpler wins, then the one predicted to "
             "be faster."
         )
-    doubts = Sanity(**tuned["workload"]).lines()
-    return [*sentences, *rejection_in_words(tuned), *(f"Beware: {line}." for line in doubts)]
+    doubts = [f"Beware: {line}." for line in tuned.workload.lines()]
+    return [*sentences, *rejection_in_words(tuned), *doubts]
 
 
 DRIFT: Final = 0.15
@@ -278,37 +261,37 @@ def drift_in_words(probes: Sequence[float]) -> list[str]:
     ]
 
 
-def prediction_in_words(prediction: Json | None) -> str:
-    """How far a tuning's predictions were off (``prediction`` of ``tune --json``), as made, and
-    after the factor that is fitted to the same executions, where that helps."""
+def prediction_in_words(prediction: PredictionErrors | None) -> str:
+    """How far a tuning's predictions were off, as made, and after the factor that is fitted to the
+    same executions, where that helps."""
     if prediction is None:
         return "Nothing was predicted"
-    count, factor = prediction["policies"], prediction["common_factor"]
+    count, after = prediction.policies, prediction.median_error_after_factor
     off = (
-        f"Predicted speeds were off by {100 * prediction['median_error']:.1f}% in the median of "
+        f"Predicted speeds were off by {100 * prediction.median_error:.1f}% in the median of "
         f"{count} polic{'y' if count == 1 else 'ies'}"
     )
-    if factor is None:
+    if after is None:
         return off
-    after = 100 * prediction["median_error_after_factor"]
     return (
-        f"{off}; after one common factor fitted to these executions ({factor:.3f}), by {after:.1f}%"
+        f"{off}; after one common factor fitted to these executions "
+        f"({prediction.common_factor:.3f}), by {100 * after:.1f}%"
     )
 
 
-def closing(tuned: Json, where: str, commands: Iterable[tuple[str, str]]) -> str:
+def closing(tuned: Tuned, where: str, commands: Iterable[tuple[str, str]]) -> str:
     """The last lines of ``tune``: what was published, ``where``, how much faster than what, and
     what to type next: (command, what it shows) of each. At most 80 columns, commands excepted."""
-    winner = tuned["winner"]
-    name = f"{names_of(tuned)[winner['id']]} ({policy_in_words(winner['policy'])})"
-    if published := tuned["published"]:
-        first = f"Published {where}, as version {published['version']}: {name}."
-    elif deploys(tuned):
-        why = f": {tuned['blocked']}" if tuned["blocked"] else ""
+    winner = tuned.winner
+    name = f"{names_of(tuned)[winner.id]} ({policy_in_words(winner.policy.spelled_out())})"
+    if published := tuned.published:
+        first = f"Published {where}, as version {published.version}: {name}."
+    elif tuned.deploys:
+        why = f": {tuned.blocked}" if tuned.blocked else ""
         first = f"Nothing was published{why}. Winner {where}: {name}."
     else:
         first = f"No faster policy was confirmed. Nothing changes {where}: {name}."
-    drift = [line for text in drift_in_words(tuned["probes_s"]) for line in ("", _filled(text))]
+    drift = [line for text in drift_in_words(tuned.probes_s) for line in ("", _filled(text))]
     lines = [*drift, "", _filled(" ".join([first, *reasons(tuned)])), ""]
     for command, purpose in commands:
         lines += [_filled(f"# {purpose}", subsequent_indent="# "), command]
@@ -322,22 +305,22 @@ def _filled(text: str, **more: Any) -> str:
 
 
 def savings(
-    tuned: Json, device: str, *, gpus: int = 1, price: float | None = None, load: str = ""
+    tuned: Tuned, device: str, *, gpus: int = 1, price: float | None = None, load: str = ""
 ) -> list[str]:
     """What deploying the winner saves, a sentence each, under the ``load`` it was measured under
     (empty: one request at a time): device hours per million tokens and a day of ``gpus`` busy
     devices, and at a ``price`` an hour money. Empty where nothing is to be deployed, or nothing
     saved: the same work is not done in less time."""
-    if not deploys(tuned) or tuned["gain"] != AS_FAST:
+    confirmed, ratios = tuned.confirmed, tuned.ratio_to_incumbent
+    if not tuned.deploys or tuned.gain != AS_FAST or confirmed is None or None in ratios:
         return []
-    level, ratios = tuned["confirmed"]["level"], tuned["ratio_to_incumbent"]
-    million_h = 1e6 / 3600 / max(1e-9, tuned["measured"]["tokens_per_s"])
-    per_million = [million_h * (ratio - 1) for ratio in ratios]
-    per_day = [24 * gpus * (1 - 1 / ratio) for ratio in ratios]
+    million_h = 1e6 / 3600 / max(1e-9, tuned.measured["tokens_per_s"])
+    per_million = [million_h * (ratio - 1) for ratio in ratios if ratio]
+    per_day = [24 * gpus * (1 - 1 / ratio) for ratio in ratios if ratio]
 
     def amount(values: Sequence[float], digits: int, price: float = 1.0) -> str:
         value, *ends = (price * v for v in values)
-        return f"{value:.{digits}f}{interval(ends, level, digits)}"
+        return f"{value:.{digits}f}{interval(ends, confirmed.level, digits)}"
 
     hours = "GPU hours" if device.startswith("cuda") else "machine hours"
     under = f"under {load}" if load else "when decoding one request at a time"

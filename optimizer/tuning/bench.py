@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from spectune.optimizer.report.words import AS_FAST
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.tuned import AS_FAST, Candidate, RoundsOfOne
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress
 from spectune.traces.conversations import Index
@@ -32,7 +32,6 @@ from spectune.traces.tables import Recording, Trajectory
 
 if TYPE_CHECKING:
     from spectune.optimizer.tuning.pipeline import Raced
-    from spectune.optimizer.tuning.tuned import Tuned
     from spectune.traces.tables import Publication
 
 PartName = Literal["search", "race", "confirm"]
@@ -202,9 +201,9 @@ class Tunable(Bench):
         """Facts for the head of the page."""
         return {}
 
-    def rounds(self, tuned: Tuned) -> dict[str, Any]:
+    def rounds(self, winner: Candidate) -> RoundsOfOne:
         """The rounds of one request, for the page; none where they are not known."""
-        return {"rounds": []}
+        return RoundsOfOne()
 
     def put_in_force(self, published: Publication, tell: Callable[[str], None]) -> None:
         """Called after a publication, where what executes does not follow by itself."""

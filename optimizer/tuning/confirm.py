@@ -19,10 +19,11 @@ from itertools import count, cycle, islice
 from typing import Any, Final
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, computed_field
 from scipy.special import nctdtr, stdtrit
 
 from spectune.optimizer.tuning.parts import SPLIT, Parts, split
-from spectune.optimizer.tuning.timings import NOISE, Expected, Timings, finite
+from spectune.optimizer.tuning.timings import NOISE, Ends, Expected, Interval, Timings, ends_of
 from spectune.traces.conversations import Index, conversations
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Workload
@@ -80,60 +81,63 @@ class Spread:
         return least
 
 
-@dataclass(frozen=True)
-class Confirmation:
-    """The speed of policy ``winner`` over the incumbent's on ``requests`` held out (or other units
-    of a bench), executed at most ``passes`` times by both, and its interval. ``chance``: of a gain
-    of 5% to be published by so many executions, as was told before them; None: not told.
-    ``conversations``: how many the requests are of, where some are turns of one."""
+class Confirmation(BaseModel):
+    """The speed of the policy of this ``id`` over the incumbent's on ``requests`` held out (or
+    other units of a bench), executed at most ``passes`` times by both, and its interval of
+    :data:`LEVEL`. ``chance_of_5_percent``: of a gain of 5% to be published by so many executions,
+    as was told before them; None: not told. ``conversations``: how many the requests are of, where
+    some are turns of one."""
 
-    winner: str
-    ratio: tuple[float, float, float]
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    ratio: float
+    interval: Ends
     requests: int
     passes: int
     unit: str = "requests"
-    chance: float | None = None
+    chance_of_5_percent: float | None = None
     conversations: int | None = None
+    level: float = LEVEL
+    floor: float = FLOOR
+
+    @classmethod
+    def of(
+        cls, winner: str, ratio: Interval, requests: int, passes: int, **more: Any
+    ) -> Confirmation:
+        """``more``: further fields."""
+        about = {"requests": requests, "passes": passes, **more}
+        return cls(id=winner, ratio=ratio[0], interval=ends_of(ratio), **about)
 
     @property
     def independent(self) -> int:
         """How many units tell something of their own."""
         return self.requests if self.conversations is None else self.conversations
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def missed(self) -> float:
         """:func:`missed_share` of the requests held out."""
         return missed_share(self.independent)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def holds(self) -> bool:
+        """Whether it is a gain beyond noise, and worth having."""
+        return not self.against
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def against(self) -> str:
-        """What speaks against a publication; empty where it is a gain beyond noise, and worth
-        having."""
-        value, low, _ = self.ratio
+        """What speaks against a publication; empty where nothing does."""
         if self.independent < LEAST:
             unit = self.unit if self.conversations is None else "conversations"
             return f"{self.independent} {unit} are too few, {LEAST} are needed"
-        if low <= 1.0:
+        if (self.interval[0] or 0.0) <= 1.0:
             return "the gain is not beyond noise"
-        return "" if value >= FLOOR else f"a ratio below {FLOOR} is not worth a change"
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready; an interval's end that is not known is None."""
-        return {
-            "id": self.winner,
-            "ratio": self.ratio[0],
-            "interval": finite(self.ratio[1:]),
-            "level": LEVEL,
-            "floor": FLOOR,
-            "requests": self.requests,
-            "conversations": self.conversations,
-            "unit": self.unit,
-            "passes": self.passes,
-            "chance_of_5_percent": self.chance,
-            "missed": self.missed,
-            "holds": not self.against,
-            "against": self.against,
-        }
+        if self.ratio < self.floor:
+            return f"a ratio below {self.floor} is not worth a change"
+        return ""
 
 
 def confirm(
@@ -173,8 +177,15 @@ def confirm(
     estimate = timings.estimate(winner, incumbent, projected=True, population=True)
     used = min(units, executions)
     of = used if groups is None else len(np.unique(groups[:used]))
-    fewer, ratio = of if of < used else None, estimate.interval(LEVEL)
-    return Confirmation(winner, ratio, used, passes, unit, chance, fewer)
+    return Confirmation.of(
+        winner,
+        estimate.interval(LEVEL),
+        used,
+        passes,
+        unit=unit,
+        chance_of_5_percent=chance,
+        conversations=of if of < used else None,
+    )
 
 
 def missed_share(requests: int) -> float:

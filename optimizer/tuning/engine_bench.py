@@ -23,10 +23,10 @@ from spectune.optimizer.replay.served_costs import ServedCosts, costs_of_engine
 from spectune.optimizer.replay.served_rounds import differing_rounds
 from spectune.optimizer.replay.serving import Simulated, serve
 from spectune.optimizer.replay.trace import open_trace
-from spectune.optimizer.report.words import AT_A_RATE, GAINS
 from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
 from spectune.optimizer.tuning.texts import ComparedTexts
+from spectune.optimizer.tuning.tuned import AT_A_RATE, GAINS
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.traces.conversations import Index
 from spectune.traces.cost_table import FloatArray

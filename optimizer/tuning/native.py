@@ -30,7 +30,7 @@ from spectune.optimizer.tuning.pair_search import PairSearch
 from spectune.optimizer.tuning.parts import Parts, mixed, recorded_parts, split
 from spectune.optimizer.tuning.pipeline import ProveOptions, Raced, tune
 from spectune.optimizer.tuning.rejection import BUDGET_SHARE, rejection_chain
-from spectune.optimizer.tuning.tuned import Tuned
+from spectune.optimizer.tuning.tuned import Candidate, RoundsOfOne, Tuned
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import (
@@ -343,5 +343,5 @@ class PairBench(NativeBench, Tunable):
         dtype = str(pair.target.dtype).removeprefix("torch.")
         return {"pair": f"{pair.spec.name} ({pair.id})", "dtype": dtype}
 
-    def rounds(self, tuned: Tuned) -> dict[str, Any]:
-        return rounds_of_one(tuned, self.trace, self.profile, self.fitted, self.pair.text)
+    def rounds(self, winner: Candidate) -> RoundsOfOne:
+        return rounds_of_one(winner, self.trace, self.profile, self.fitted, self.pair.text)

@@ -30,13 +30,14 @@ from spectune.optimizer.tuning.confirm import (
 )
 from spectune.optimizer.tuning.race import PASSES, Comparison, fastest_of, race
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.tuned import Candidate, Tuned, is_finalist
+from spectune.optimizer.tuning.tuned import Candidate, PublishedAs, Tuned, is_finalist
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.sanity import checked
 from spectune.traces.store import TraceStore
 from spectune.traces.store.confirmations import count_confirmation
+from spectune.traces.tables import Publication
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def decide(raced: Raced, confirmed: Confirmation | None, stays: str) -> Decision
     if confirmed is None:
         return Decision(incumbent, f"{raced.unproved}; {stays}", False)
     names = winner.policy.label(), incumbent.policy.label()
-    reason = confirmed_in_words(confirmed.to_json(), *names, raced.gain)
+    reason = confirmed_in_words(confirmed, *names, raced.gain)
     if confirmed.against:
         return Decision(incumbent, f"{reason}; {stays}", False)
     return Decision(winner, reason, True)
@@ -261,14 +262,13 @@ def tune(
     raced = at_pace(raced, pace)
     decision = decide(raced, confirmed, place.stays(unusable))
     said = unusable, place.reference(unusable), bench.doubts, decision.reason
-    tuned = Tuned(
-        winner=decision.candidate,
-        incumbent=raced.incumbent,
-        candidates=raced.candidates,
-        confirmed=confirmed,
+    tuned = Tuned.of(
+        decision.candidate,
+        raced.candidates,
+        confirmed,
         reason="; ".join(filter(None, said)),
         common_factor=common_factor(raced.race.timings) * pace,
-        probes=tuple(bench.probes),
+        probes_s=tuple(bench.probes),
         unit=raced.unit,
         gain=raced.gain,
         recording=texts.recording.id,
@@ -282,13 +282,15 @@ def tune(
         earlier_confirmations=earlier,
         **beside,
     )
+    published = None
     if decision.replaces and options.publish:
-        tuned = publish(store, tuned, texts, place, options)
+        tuned, published = publish(store, tuned, texts, place, options)
     about = {"deployment": place.deployment, "sampling": sampling_in_words(first.sampling)}
     head = {**bench.head(), "device": place.device, **about}
-    put_evidence(store, texts.recording.pair_id, tuned, bench.rounds(tuned), head)
-    if tuned.published is not None:
-        bench.put_in_force(tuned.published, options.tell)
+    rounds = bench.rounds(decision.candidate)
+    put_evidence(store, texts.recording.pair_id, tuned, raced.candidates, rounds, head)
+    if published is not None:
+        bench.put_in_force(published, options.tell)
     return tuned
 
 
@@ -334,12 +336,12 @@ def incumbent_of(place: Place, bench: Tunable) -> tuple[Policy, str]:
 
 def publish(
     store: TraceStore, tuned: Tuned, texts: RecordedTexts, place: Place, options: ProveOptions
-) -> Tuned:
+) -> tuple[Tuned, Publication | None]:
     """The results with the publication of their winner, once per idempotency key, with its evidence
-    and the sampling that it was tuned for; or with why it was not published."""
+    and the sampling that it was tuned for; or with why it was not published, and None."""
     policy, pair_id = tuned.winner.policy, texts.recording.pair_id
     if refused := refusal(place.deployment, policy):
-        return replace(tuned, blocked=refused)
+        return tuned.model_copy(update={"blocked": refused}), None
     try:
         published = store.publish(
             pair_id,
@@ -360,5 +362,6 @@ def publish(
             f"version {version} came into force meanwhile and was not compared, so it stays; "
             f"`tune --recording {tuned.recording}` compares with it"
         )
-        return replace(tuned, blocked=blocked)
-    return replace(tuned, published=published)
+        return tuned.model_copy(update={"blocked": blocked}), None
+    named = PublishedAs(**published.told())
+    return tuned.model_copy(update={"published": named}), published

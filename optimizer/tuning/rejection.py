@@ -11,15 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.tuning.native_bench import NativeBench
-from spectune.optimizer.tuning.timings import Timings, finite
+from spectune.optimizer.tuning.timings import Timings, ends_of
+from spectune.optimizer.tuning.tuned import NamedPolicy, RejectionChain, RejectionNotTried
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError, TraceError
@@ -31,48 +32,6 @@ BUDGET_SHARE: Final = 0.1
 """Time to execute it in, beyond that of race and confirmation, as a part of it."""
 
 
-@dataclass(frozen=True)
-class RejectionChain:
-    """The best chain of the verifier ``rejection``, ``policy``, beside the race's winner,
-    ``beside``, which ``coupled`` verifies.
-
-    ``predicted`` and ``executed`` (with the ends of its 95% interval) are its speed over that one's
-    in the geometric mean of ``requests`` held out to confirm, by seconds a token, as its texts are
-    others. ``predicted`` is None where that one cannot be replayed. ``tau``: its mean accepted
-    length, predicted and executed."""
-
-    policy: Policy
-    beside: Policy
-    predicted: float | None
-    executed: tuple[float, float, float]
-    tau: tuple[float, float]
-    requests: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.policy.id,
-            "label": self.policy.label(),
-            "policy": self.policy.spelled_out(),
-            "beside": {"id": self.beside.id, "label": self.beside.label()},
-            "predicted_ratio": self.predicted,
-            "executed_ratio": self.executed[0],
-            "executed_interval": finite(self.executed[1:]),
-            "predicted_mean_accepted_length": self.tau[0],
-            "executed_mean_accepted_length": self.tau[1],
-            "requests": self.requests,
-        }
-
-
-@dataclass(frozen=True)
-class NotTried:
-    """Why there is no :class:`RejectionChain`."""
-
-    reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"not_tried": self.reason}
-
-
 def rejection_chain(
     bench: NativeBench,
     beside: Policy,
@@ -81,7 +40,7 @@ def rejection_chain(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = silent,
-) -> RejectionChain | NotTried:
+) -> RejectionChain | RejectionNotTried:
     """The best chain of at most ``gamma_max`` tokens by replay of the search part, executed in
     turns with ``beside`` on the part that confirms, each request once, at least one, while
     ``budget_s`` lasts; or why there is none. ``bench`` has texts of the verifier ``coupled``."""
@@ -91,7 +50,7 @@ def rejection_chain(
         outcomes = _executed((benches[0], chain), (bench, beside), budget_s, clock, progress)
         replays = [each.predict(chain, "confirm") for each in benches]
     except (PolicyError, TraceError) as error:
-        return NotTried(str(error))
+        return RejectionNotTried(not_tried=str(error))
     seconds = {
         name: np.array([[r.counts.seconds / r.counts.emitted_tokens] for r in outcome.per_request])
         for name, outcome in zip(("rejection", "coupled"), outcomes, strict=True)
@@ -107,13 +66,16 @@ def rejection_chain(
         replace(each, per_request=each.per_request[:used]).total.mean_accepted_length
         for each in expected
     ]
+    ratio = Timings(seconds, by_size=False, groups=groups).ratio("rejection", "coupled")
     return RejectionChain(
-        chain,
-        beside,
-        predicted,
-        Timings(seconds, by_size=False, groups=groups).ratio("rejection", "coupled"),
-        (fmean(taus), outcomes[0].total.mean_accepted_length),
-        used,
+        policy=chain,
+        beside=NamedPolicy(policy=beside),
+        predicted_ratio=predicted,
+        executed_ratio=ratio[0],
+        executed_interval=ends_of(ratio),
+        predicted_mean_accepted_length=fmean(taus),
+        executed_mean_accepted_length=outcomes[0].total.mean_accepted_length,
+        requests=used,
     )
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spectune.optimizer.deployment import tuned_for
-from spectune.optimizer.report.words import EVIDENCE
+from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.recordings import RequestKey, Traffic
-from spectune.traces.tables import NO_TRAFFIC, Recording
+from spectune.traces.tables import NO_TRAFFIC, Recording, Trajectory
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
@@ -39,11 +39,9 @@ def recording_named(
     made nor what a profile was measured with. Raises NotFoundError where there is none, TraceError
     for another pair's or engine's."""
     if name == "latest" and (pair is not None or engine is not None):
-        for info in store.list_recordings(None if pair is None else pair.id, with_counts=False):
-            if engine in (None, info.engine) and info.source not in NO_TRAFFIC:
-                counted = store.get_recording(info.id)
-                if counted.n_texts:
-                    return counted
+        newest = newest_recording(store, None if pair is None else pair.id, engine)
+        if newest is not None:
+            return newest
         if engine is not None:
             of = "" if pair is None else f" of pair {pair.id} ({pair.name})"
             raise TraceError(
@@ -61,6 +59,38 @@ def recording_named(
     if engine is not None and info.engine != engine:
         raise TraceError(f"--engine {engine}: recording {info.id} is of {info.engine}")
     return info
+
+
+def newest_recording(
+    store: TraceStore, pair_id: str | None = None, engine: str | None = None
+) -> Recording | None:
+    """The newest recording of a pair and an engine (any, where it is None) that holds texts, and is
+    neither a sample that a tuning made nor what a profile was measured with; None where there is
+    none."""
+    for info in store.list_recordings(pair_id, with_counts=False):
+        if engine in (None, info.engine) and info.source not in NO_TRAFFIC:
+            counted = store.get_recording(info.id)
+            if counted.n_texts:
+                return counted
+    return None
+
+
+def texts_to_profile(
+    store: TraceStore, pair: PairSpec, name: str | None
+) -> tuple[str | None, Sequence[Trajectory]]:
+    """A recording's id and its texts: the one of this name (:func:`recording_named`), else the
+    pair's newest; (None, ()) where there is none. Raises NotFoundError or TraceError for a name
+    that is not there, and where it holds no text."""
+    if name is None:
+        info = newest_recording(store, pair.id)
+        if info is None:
+            return None, ()
+    else:
+        info = recording_named(store, name, pair=pair)
+    loaded = store.load(info.id, (), skip_corrupted=True)
+    if not loaded.requests:
+        raise TraceError(f"recording {info.id} holds no text; name another")
+    return info.id, loaded.trajectories
 
 
 class ServerTuned(NamedTuple):

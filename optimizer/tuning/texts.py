@@ -4,7 +4,6 @@ autoregression's own do when it is repeated."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,3 @@ class ComparedTexts:
         if self.repeats:
             again = f"autoregression repeated {self.batch}: {self.repeats_differ} of {self.repeats}"
         return f"{self.differ} of {self.compared} texts differ ({self.dtype}; {again})"
-
-    def to_json(self) -> dict[str, Any]:
-        """The repeats are None where autoregression was not repeated."""
-        repeated = {"differ": self.repeats_differ, "compared": self.repeats}
-        return {
-            "differ": self.differ,
-            "compared": self.compared,
-            "dtype": self.dtype,
-            "autoregression_repeated": repeated if self.repeats else None,
-        }

@@ -1,28 +1,34 @@
-"""What a tuning executed and decided, as it is printed, stored and drawn."""
+"""What a tuning executed and decided: one value, which is stored, printed, and drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Final
 
-from spectune.optimizer.report.words import AS_FAST
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, computed_field
+
 from spectune.optimizer.tuning.confirm import Confirmation
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.timings import finite
-from spectune.runtime.policies.document import Policy
+from spectune.optimizer.tuning.timings import Ends, Interval, ends_of
+from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
 from spectune.traces.tables import Publication
 
-if TYPE_CHECKING:
-    from spectune.optimizer.tuning.rejection import NotTried, RejectionChain
-
-
-def described(policy: Policy) -> dict[str, Any]:
-    """A policy for people and programs."""
-    return {"id": policy.id, "label": policy.label(), "policy": policy.spelled_out()}
+EVIDENCE: Final = "tuning"
+"""The kind of artifact that holds a :class:`TuningEvidence`."""
+AS_FAST: Final = "times as fast as"
+"""Of two policies that do the same work, in more or less time."""
+AT_A_RATE: Final = "times the tokens/s of"
+"""Where requests come at a rate of their own: a server that keeps up serves no more tokens/s."""
+GAINS: Final = {
+    "throughput": AS_FAST,
+    "tpot": "times as fast per output token as",
+    "goodput": "times the goodput of",
+}
+"""By objective, what a ratio of two policies' worth says."""
 
 
 def is_finalist(role: str) -> bool:
@@ -30,24 +36,72 @@ def is_finalist(role: str) -> bool:
     return role.startswith("finalist")
 
 
+def _policy(document: Any) -> Policy:
+    return document if isinstance(document, Policy) else parse_policy(document)
+
+
+class Stored(BaseModel):
+    """A value that is stored as JSON. Keys that it does not know are not read: properties are
+    stored too, for SQL and programs."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class NamedPolicy(Stored):
+    """A policy, with its id and label."""
+
+    policy: Annotated[Policy, PlainValidator(_policy), PlainSerializer(Policy.spelled_out)]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def id(self) -> str:
+        return self.policy.id
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def label(self) -> str:
+        return self.policy.label()
+
+
+class RacedPolicy(NamedPolicy):
+    """One policy of the race beside its prediction. Speeds in tokens/s, intervals of 95% over
+    requests. ``ratio_to_incumbent`` and ``ratio_to_autoregressive`` are its speed over theirs on
+    the race's requests that both were executed on; ``ratio_to_leader`` is projected to all of the
+    race's requests. ``left_in_race``: whether the race ended with it; ``executed_requests``: how
+    many units of the bench it was executed on. Predictions are by the profile as it was measured,
+    and None where the recording lacks what the policy is replayed from; those after the factor
+    (:attr:`PredictionErrors.common_factor`) None where it does not help. The best of many is
+    flattered by these ratios: :class:`optimizer.tuning.confirm.Confirmation` is what counts."""
+
+    role: str
+    predicted_tokens_per_s: float | None
+    predicted_after_factor_tokens_per_s: float | None
+    measured_tokens_per_s: float
+    measured_interval: tuple[float, float]
+    mean_accepted_length: float
+    latency: dict[str, Any] | None
+    ratio_to_incumbent: float
+    ratio_interval: Ends
+    ratio_to_autoregressive: float
+    ratio_to_autoregressive_interval: Ends
+    ratio_to_leader: float
+    ratio_to_leader_interval: Ends
+    left_in_race: bool
+    executed_requests: int
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One raced policy beside its prediction. Speeds in tokens/s; ``ratio`` is its speed over the
-    incumbent's, with a 95% interval over requests, and ``over_plain`` over autoregression's, each
-    on the race's requests that both were executed on. ``raced`` is its speed over the leader's,
-    projected to all of the race's requests, and ``survived`` says whether the race ended with it.
-    ``units``: how many units of the bench it was executed on in the race.
-    ``predicted`` is by the profile as it was measured, and None where the recording lacks what it
-    is replayed from. The best of many is flattered by these:
-    :class:`optimizer.tuning.confirm.Confirmation` is what counts."""
+    """A policy of the race with all that was predicted and executed of it, by request;
+    :class:`RacedPolicy` is what is kept of it, and says what the ratios are."""
 
     role: str
     policy: Policy
     predicted: Outcome | None
     executed: Outcome
-    ratio: tuple[float, float, float]
-    over_plain: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    raced: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    ratio: Interval
+    over_plain: Interval = (1.0, 1.0, 1.0)
+    raced: Interval = (1.0, 1.0, 1.0)
     survived: bool = True
     units: int = 0
 
@@ -55,159 +109,227 @@ class Candidate:
     def predicted_tokens_per_s(self) -> float | None:
         return None if self.predicted is None else self.predicted.total.tokens_per_s
 
-    def to_json(self, factor: float | None) -> dict[str, Any]:
-        """``factor``: :attr:`Tuned.factor`."""
-        predicted = self.predicted_tokens_per_s
-        return {
-            "role": self.role,
-            **described(self.policy),
-            "predicted_tokens_per_s": predicted,
-            "predicted_after_factor_tokens_per_s": predicted and factor and predicted * factor,
-            "measured_tokens_per_s": self.executed.total.tokens_per_s,
-            "measured_interval": list(self.executed.tokens_per_s_interval()),
-            "mean_accepted_length": self.executed.total.mean_accepted_length,
-            "latency": self.executed.latency(),
-            "ratio_to_incumbent": self.ratio[0],
-            "ratio_interval": finite(self.ratio[1:]),
-            "ratio_to_autoregressive": self.over_plain[0],
-            "ratio_to_autoregressive_interval": finite(self.over_plain[1:]),
-            "ratio_to_leader": self.raced[0],
-            "ratio_to_leader_interval": finite(self.raced[1:]),
-            "left_in_race": self.survived,
-            "executed_requests": self.units,
-        }
+    def kept(self, factor: float | None) -> RacedPolicy:
+        """``factor``: :attr:`PredictionErrors.common_factor`."""
+        predicted, executed = self.predicted_tokens_per_s, self.executed.total
+        return RacedPolicy(
+            policy=self.policy,
+            role=self.role,
+            predicted_tokens_per_s=predicted,
+            predicted_after_factor_tokens_per_s=predicted and factor and predicted * factor,
+            measured_tokens_per_s=executed.tokens_per_s,
+            measured_interval=self.executed.tokens_per_s_interval(),
+            mean_accepted_length=executed.mean_accepted_length,
+            latency=self.executed.latency(),
+            ratio_to_incumbent=self.ratio[0],
+            ratio_interval=ends_of(self.ratio),
+            ratio_to_autoregressive=self.over_plain[0],
+            ratio_to_autoregressive_interval=ends_of(self.over_plain),
+            ratio_to_leader=self.raced[0],
+            ratio_to_leader_interval=ends_of(self.raced),
+            left_in_race=self.survived,
+            executed_requests=self.units,
+        )
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What a tuning executed and decided, and why (``reason``). ``winner`` is to be in force: what
-    ``confirmed`` compares with the incumbent on requests held out (None where the incumbent won the
-    race), or the incumbent. ``published`` is the new publication; None where nothing was to be
-    published, or where that was ``blocked`` (why).
-    ``common_factor``: :func:`optimizer.profiles.common_factor` of the race.
-    ``earlier_confirmations``: on the requests that were held out, by tunings before.
-    ``rejection``: the best chain of that verifier, or why it was not tried; None at temperature 0,
-    where it is in use, and on an engine. ``executed``: of an engine what was predicted and measured
-    of each candidate, by load. ``probes``: seconds of one fixed piece of work, beside the profile,
-    before and after the race, and after the confirmation. ``unit``, ``gain``: as the bench has
-    them: a unit need not be a request, nor a ratio one of speeds."""
+class PredictionErrors(Stored):
+    """How far predicted speeds are off those executed, relative, of the ``policies`` of which one
+    was predicted: as predicted, and after one common factor that is fitted to the same executions.
+    ``common_factor`` and what is after it are None where the factor does not help."""
 
-    winner: Candidate
-    incumbent: Candidate
-    candidates: tuple[Candidate, ...]
+    policies: int
+    median_error: float
+    largest_error: float
+    common_factor: float | None = None
+    median_error_after_factor: float | None = None
+    largest_error_after_factor: float | None = None
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], factor: float) -> PredictionErrors | None:
+        """None where nothing was predicted. ``factor``: :func:`optimizer.profiles.common_factor`
+        of the race. It helps where predictions are nearer after it in the median, and the farthest
+        is no farther."""
+        ratios = [
+            c.predicted_tokens_per_s / c.executed.total.tokens_per_s
+            for c in {c.policy.id: c for c in candidates}.values()
+            if c.predicted_tokens_per_s and c.executed.total.tokens_per_s
+        ]
+        if not ratios:
+            return None
+        (middle, largest), (middle_after, largest_after) = (
+            (median(errors), max(errors))
+            for errors in ([abs(ratio * by - 1) for ratio in ratios] for by in (1.0, factor))
+        )
+        if middle_after >= middle or largest_after > largest:
+            return cls(policies=len(ratios), median_error=middle, largest_error=largest)
+        return cls(
+            policies=len(ratios),
+            median_error=middle,
+            largest_error=largest,
+            common_factor=factor,
+            median_error_after_factor=middle_after,
+            largest_error_after_factor=largest_after,
+        )
+
+
+class RejectionChain(NamedPolicy):
+    """The best chain of the verifier ``rejection`` beside the race's winner, ``beside``, which
+    ``coupled`` verifies.
+
+    Ratios are its speed over that one's in the geometric mean of ``requests`` held out to confirm,
+    by seconds a token, as its texts are others; ``predicted_ratio`` is None where that one cannot
+    be replayed."""
+
+    beside: NamedPolicy
+    predicted_ratio: float | None
+    executed_ratio: float
+    executed_interval: Ends
+    predicted_mean_accepted_length: float
+    executed_mean_accepted_length: float
+    requests: int
+
+
+class RejectionNotTried(Stored):
+    """Why there is no :class:`RejectionChain`."""
+
+    not_tried: str
+
+
+class PublishedAs(Stored):
+    """A publication, by its version."""
+
+    version: int
+    policy: str
+    deployment: str
+
+
+class Tuned(Stored):
+    """What a tuning executed and decided, and why (``reason``).
+
+    ``winner`` is to be in force: what ``confirmed`` compares with the incumbent on requests held
+    out (None where the incumbent won the race), or the incumbent; ``predicted`` and ``measured``
+    are its speed and counts, and ``ratio_to_incumbent`` its speed over the incumbent's with an
+    interval, as confirmed (1 where the incumbent stays). ``published`` is None where nothing was to
+    be published, or where that was ``blocked`` (why).
+
+    ``earlier_confirmations``: on the requests that were held out, by tunings before. ``rejection``:
+    the best chain of that verifier, or why it was not tried; None at temperature 0, where it is in
+    use, and on an engine. ``executed``: of an engine what was predicted and measured of each
+    candidate, by load. ``probes_s``: seconds of one fixed piece of work, beside the profile, before
+    and after the race, and after the confirmation. ``unit``, ``gain``: as the bench has them: a
+    unit need not be a request, nor a ratio one of speeds. ``trials``: how many policies were
+    replayed."""
+
+    winner: NamedPolicy
+    candidates: tuple[RacedPolicy, ...]
+    predicted: dict[str, Any] | None
+    measured: dict[str, Any]
+    prediction: PredictionErrors | None
+    ratio_to_incumbent: tuple[float, float | None, float | None]
+    confirmed: Confirmation | None = None
+    reason: str
+    published: PublishedAs | None = None
+    blocked: str = ""
     recording: str
+    profile: str = ""
     study: str
-    texts: ComparedTexts
     search_requests: int
     trials: int
-    reason: str
-    profile: str = ""
-    published: Publication | None = None
-    confirmed: Confirmation | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    workload: Sanity = field(default_factory=Sanity)
-    blocked: str = ""
-    common_factor: float = 1.0
-    rejection: RejectionChain | NotTried | None = None
+    texts: ComparedTexts
+    workload: Sanity = Sanity()
     earlier_confirmations: int = 0
-    executed: Sequence[Mapping[str, Any]] = ()
-    probes: tuple[float, ...] = ()
+    rejection: RejectionChain | RejectionNotTried | None = None
+    executed: tuple[dict[str, Any], ...] = ()
+    probes_s: tuple[float, ...] = ()
+    seconds: dict[str, float] = {}
     unit: str = "requests"
     gain: str = AS_FAST
 
+    @classmethod
+    def of(
+        cls,
+        winner: Candidate,
+        candidates: Sequence[Candidate],
+        confirmed: Confirmation | None = None,
+        *,
+        common_factor: float = 1.0,
+        **more: Any,
+    ) -> Tuned:
+        """``candidates``: the incumbent by that role among them. ``common_factor``: that of the
+        race (:func:`optimizer.profiles.common_factor`). ``more``: further fields."""
+        prediction = PredictionErrors.of(candidates, common_factor)
+        factor = None if prediction is None else prediction.common_factor
+        ratio = winner.ratio[0], *ends_of(winner.ratio)
+        if confirmed is not None and confirmed.id == winner.policy.id:
+            ratio = confirmed.ratio, *confirmed.interval
+        return cls(
+            winner=NamedPolicy(policy=winner.policy),
+            candidates=tuple(c.kept(factor) for c in candidates),
+            predicted=None if winner.predicted is None else winner.predicted.to_json(),
+            measured=winner.executed.to_json(),
+            prediction=prediction,
+            ratio_to_incumbent=ratio,
+            confirmed=confirmed,
+            **more,
+        )
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def baselines(self) -> dict[str, RacedPolicy]:
+        """By role, those that the search did not propose."""
+        return {c.role: c for c in self.candidates if not is_finalist(c.role)}
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def test_requests(self) -> int:
         """Most units that a policy was executed on in the race."""
-        return max(c.units for c in self.candidates)
+        return max(c.executed_requests for c in self.candidates)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def confirm_requests(self) -> int:
+        return self.confirmed.requests if self.confirmed else 0
 
     @property
-    def _predicted_ratios(self) -> list[float]:
-        """Predicted over executed speed of each policy of which one was predicted."""
-        unique = {c.policy.id: c for c in self.candidates}.values()
-        return [
-            c.predicted_tokens_per_s / c.executed.total.tokens_per_s
-            for c in unique
-            if c.predicted_tokens_per_s and c.executed.total.tokens_per_s
-        ]
+    def incumbent(self) -> RacedPolicy:
+        return self.baselines["incumbent"]
 
     @property
-    def factor(self) -> float | None:
-        """The common factor where predicted speeds are nearer to those executed after it: in the
-        median, and the farthest no farther. None where they are not."""
-        ratios = self._predicted_ratios
-        if not ratios:
-            return None
-        (median_before, largest_before), (median_after, largest_after) = (
-            _errors(ratios, factor) for factor in (1.0, self.common_factor)
-        )
-        helps = median_after < median_before and largest_after <= largest_before
-        return self.common_factor if helps else None
+    def policies(self) -> dict[str, RacedPolicy]:
+        """The candidates by the id of their policy: of one that has several roles the last."""
+        return {c.id: c for c in self.candidates}
 
     @property
-    def prediction(self) -> dict[str, Any] | None:
-        """How far predicted speeds are off those executed, relative, of the policies of which one
-        was predicted: as predicted, and after one common factor that is fitted to the same
-        executions, where that helps. None where nothing was predicted."""
-        ratios, factor = self._predicted_ratios, self.factor
-        if not ratios:
-            return None
-        before = _errors(ratios)
-        after = (None, None) if factor is None else _errors(ratios, factor)
-        return {
-            "policies": len(ratios),
-            "median_error": before[0],
-            "largest_error": before[1],
-            "common_factor": factor,
-            "median_error_after_factor": after[0],
-            "largest_error_after_factor": after[1],
-        }
-
-    @property
-    def ratio(self) -> tuple[float, float, float]:
-        """The winner's speed over the incumbent's and its interval, as confirmed; 1 where the
-        incumbent stays."""
-        confirmed = self.confirmed
-        if confirmed is not None and confirmed.winner == self.winner.policy.id:
-            return confirmed.ratio
-        return self.winner.ratio
+    def deploys(self) -> bool:
+        """Whether a policy is to take the incumbent's place."""
+        return self.winner.id != self.incumbent.id
 
     def to_json(self) -> dict[str, Any]:
-        """The contract's keys ``winner``, ``predicted``, ``measured``, ``baselines``,
-        ``published``, and the evidence."""
-        winner, factor = self.winner, self.factor
-        baselines = [c for c in self.candidates if not is_finalist(c.role)]
-        return {
-            "winner": described(winner.policy),
-            "predicted": winner.predicted and winner.predicted.to_json(),
-            "measured": winner.executed.to_json(),
-            "prediction": self.prediction,
-            "baselines": {c.role: c.to_json(factor) for c in baselines},
-            "candidates": [c.to_json(factor) for c in self.candidates],
-            "ratio_to_incumbent": finite(self.ratio),
-            "confirmed": self.confirmed and self.confirmed.to_json(),
-            "confirm_requests": self.confirmed.requests if self.confirmed else 0,
-            "earlier_confirmations": self.earlier_confirmations,
-            "published": self.published and self.published.told(),
-            "rejection": self.rejection and self.rejection.to_json(),
-            "reason": self.reason,
-            "blocked": self.blocked or None,
-            "recording": self.recording,
-            "profile": self.profile,
-            "study": self.study,
-            "search_requests": self.search_requests,
-            "test_requests": self.test_requests,
-            "unit": self.unit,
-            "gain": self.gain,
-            "trials": self.trials,
-            "texts": self.texts.to_json(),
-            "workload": self.workload.to_json(),
-            "seconds": dict(self.seconds),
-            "executed": list(self.executed),
-            "probes_s": list(self.probes),
-        }
+        """As ``tune --json`` prints it."""
+        return self.model_dump(mode="json")
 
 
-def _errors(ratios: Sequence[float], factor: float = 1.0) -> tuple[float, float]:
-    """Median and largest distance from 1 of ratios times a factor."""
-    errors = [abs(ratio * factor - 1) for ratio in ratios]
-    return median(errors), max(errors)
+class RoundsOfOne(Stored):
+    """One executed request, replayed under the winner: ``rounds`` as [drafted, accepted, emitted],
+    none where it cannot be replayed."""
+
+    request: str = ""
+    text: str = ""
+    rounds: tuple[tuple[int, int, int], ...] = ()
+
+
+class TuningEvidence(Stored):
+    """What a tuning stores beside its study, for its page. ``categories``: tokens/s by policy id
+    and category of request; ``about``: facts for the page's head, ``device`` and ``deployment``
+    among them, and ``load`` where it was tuned under one."""
+
+    tuned: Tuned
+    categories: dict[str, dict[str, float]]
+    rounds: RoundsOfOne
+    about: dict[str, Any]
+
+
+def tuned_of(publication: Publication) -> Tuned | None:
+    """The tuning that a publication is the result of; None of one that none made."""
+    evidence: Mapping[str, Any] = publication.evidence
+    return Tuned.model_validate(evidence) if "winner" in evidence else None
