@@ -256,7 +256,8 @@ def predicted(
         own = "" if draft == OFF else draft
         passes = lab.costs.passes if policy.gamma_max else {own: lab.costs.passes[own]}
         costs = replace(lab.costs, passes=passes)
-        asked = replace(lab, costs=costs, count=_count(load, about["part"]))
+        loaded = None if draft == OFF else draft
+        asked = replace(lab, costs=costs, loaded=loaded, count=_count(load, about["part"]))
         served = asked.simulate(policy, load).served
         row["predicted_tokens_per_s"] = served.tokens_per_s
         row["predicted_tpot_s"] = served.mean_tpot_s
