@@ -8,7 +8,7 @@ is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "db prune": (of.DbPrune, "database.prune"),
     "db check": (of.DbCheck, "database.check"),
     "schedule add": (of.ScheduleAdd, "schedules.add"),
+    "schedule edit": (of.ScheduleEdit, "schedules.edit"),
     "schedule list": (of.ScheduleList, "schedules.list_all"),
     "schedule remove": (of.ScheduleRemove, "schedules.remove"),
     "schedule run": (of.ScheduleRun, "work.run"),
@@ -62,6 +63,8 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
 def perform(command: str, settings: Settings, talk: Any) -> Result:
     """Does what a command's settings say. Raises SpectuneError and DatabaseError."""
     module, name = COMMANDS[command][1].split(".")
+    if isinstance(settings, of.OnPair):  # before a command imports torch
+        import_module("spectune.optimizer.commands.common").check_pair(settings)
     function = getattr(import_module(f"spectune.optimizer.commands.{module}"), name)
     result: Result = function(settings, talk)
     return result
@@ -79,9 +82,12 @@ def _function(command: str) -> Callable[..., Result]:
         keywords |= zip(words, positional, strict=False)
         values = from_keywords(model, keywords)
         settings = settings_of(model, values, read_config(None), python=True)
-        session = import_module("spectune.optimizer.commands.common")
-        talk = session.Talk() if progress is None else session.Talk(progress=progress)
-        result = perform(command, settings, talk)
+        common, terminal = (
+            import_module(f"spectune.optimizer.commands.{name}") for name in ("common", "terminal")
+        )
+        shown = terminal.meter_of_python() if progress is None else nullcontext(progress)
+        with shown as meter:
+            result = perform(command, settings, common.Talk(progress=meter))
         if result.failed is not None:
             raise result.failed
         return result
@@ -103,8 +109,8 @@ def open(db: Any = None, *, create: bool = False) -> Iterator[TraceStore]:
     file or a URL, by default as for every call. Raises DatabaseError."""
     values = {} if db is None else {"db": db}
     settings = settings_of(Settings, values, read_config(None), python=True)
-    session = import_module("spectune.optimizer.commands.common")
-    with session.open_store(settings, create=create) as store:
+    common = import_module("spectune.optimizer.commands.common")
+    with common.open_store(settings, create=create) as store:
         yield store
 
 

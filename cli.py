@@ -161,7 +161,7 @@ class Command(click.Command):
                 ),
             ]  # fmt: skip
         about = inspect.cleandoc(self.model.__doc__ or "")
-        text = f"{about}\n\n\b\nExample:  cli.py {self.model.example}"
+        text = f"{about}\n\n\b\nExample:  spectune {self.model.example}"
         super().__init__(path.split()[-1], params=params, callback=self._run, help=text)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -274,14 +274,14 @@ def main(db: str | None, config: str | None) -> None:
     traffic.
 
     \b
-    Start here:  cli.py init --pair demo   a spectune.toml for this folder: pair, workload, database
-                 cli.py tune               record, search, execute, publish
-                 cli.py generate "def "    decode with the policy in force
+    Start here:  spectune init --pair demo   a spectune.toml here: pair, workload, database
+                 spectune tune               record, search, execute, publish
+                 spectune generate "def "    decode with the policy in force
     """
 
 
 GROUPS = {
-    "schedule": "Tuning again and again: add, list, remove, run.",
+    "schedule": "Tuning again and again: add, edit, list, remove, run.",
     "policies": "Policies: list, show, activate, rollback, export.",
     "traces": "Stored requests: list, show, stats, compare, export, import.",
     "db": "The database: show, prune, check.",

@@ -275,11 +275,16 @@ def typed_words(
     for key, option in options_of(model).items():
         if key in {"db", *without} or option.argument or not settings.typed(key):
             continue
-        value: Any = settings
-        for name in key.split("."):
-            value = getattr(value, name if hasattr(value, name) else f"{name}_")
-        words += _words_of(option, value)
+        words += _words_of(option, value_of(settings, key))
     return words
+
+
+def value_of(settings: Settings, key: str) -> Any:
+    """The value of a key."""
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name if hasattr(value, name) else f"{name}_")
+    return value
 
 
 def _words_of(option: Option, value: Any) -> list[str]:

@@ -86,9 +86,14 @@ def _since(value: Any) -> timedelta | datetime:
 
 
 def _since_text(value: timedelta | datetime) -> str:
-    if isinstance(value, timedelta):
-        return f"{value.total_seconds():g}s"
-    return value.isoformat()
+    """As it may be typed: in hours or minutes where these are whole."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    seconds = value.total_seconds()
+    unit = next(
+        unit for unit in ("h", "m", "s", "ms") if unit == "ms" or not seconds % _UNITS[unit]
+    )
+    return f"{seconds / _UNITS[unit]:g}{unit}"
 
 
 def _text(value: Any) -> Any:
@@ -921,6 +926,15 @@ class ScheduleAdd(Tune):
     now: bool = setting(False, "Due at once, and then as --cron says.")
 
 
+class ScheduleEdit(ScheduleAdd):
+    """Change a schedule: what is said is new, all else stays, its history too. A run at hand ends
+    as it began."""
+
+    example = "schedule edit nightly --cron @weekly --budget 5m"
+
+    cron: str | None = setting(None, "Other cron fields.")  # type: ignore[assignment]
+
+
 class ScheduleList(Settings):
     """All schedules, with their last results; or one, with the attempts that ended."""
 
@@ -939,9 +953,11 @@ class ScheduleRemove(Settings):
 
 class ScheduleRun(Settings):
     """Work: run what is due, until SIGINT or SIGTERM, or with --once until nothing waits (for cron
-    and systemd timers). Any number of workers may share a database."""
+    and systemd timers); or one schedule, now. Any number of workers may share a database."""
 
     example = "schedule run --poll 10s"
+
+    name: str | None = argument(None, "Run this one now, due or not, then end.")
 
     poll: Duration = setting(30.0, "How often to look for what is due.")
     once: bool = setting(False, "Run what is due, then end.")

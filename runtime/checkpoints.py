@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from pickletools import genops
@@ -95,6 +96,8 @@ def expanded(path: str) -> Path:
 def checkpoint(path: str) -> Path:
     """The folder of a checkpoint; of a hub name that of the revision that was fetched, without
     weights until it is loaded. Raises PairError where there is none, locally or on the hub."""
+    if path.endswith(".json"):
+        raise PairError(f"{shortened(path)}: no such pair file{_nearest(expanded(path))}")
     folder = expanded(path) if is_local(path) else _hub_folder(path)
     if not os.path.isfile(folder / CONFIG):  # no error where a name is too long
         raise PairError(
@@ -108,6 +111,13 @@ def checkpoint(path: str) -> Path:
             "the result"
         )
     return folder
+
+
+def _nearest(file: Path) -> str:
+    """A file beside the one that is not there whose name is like its name, as a question."""
+    names = [each.name for each in file.parent.glob("*.json")]
+    near = get_close_matches(file.name, names, n=1)
+    return f"; did you mean {file.parent / near[0]}?" if near else ""
 
 
 def _hub_folder(name: str) -> Path:

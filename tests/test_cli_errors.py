@@ -633,7 +633,7 @@ def test_help_ends_with_an_example() -> None:
         example = (command.help or "").rstrip().split("\b\n")[-1]
         assert example.lstrip().startswith(("Example:", "Start here:")), path
         for line in example.splitlines():
-            assert " ".join(path) in line.split("cli.py ")[1]
+            assert " ".join(path) in line.split("spectune ")[1]
 
 
 # -------------------------------------------------------------------------------------------- files

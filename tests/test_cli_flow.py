@@ -100,7 +100,7 @@ def tuned(door: Door, folder: Path, recording: str, profile: str) -> dict[str, A
 def counts(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """An outcome's figures that do not depend on time."""
     speed = {"seconds", "tokens_per_s", "tokens_per_s_interval", "latency"}
-    timed = {"changes", "by_policy", "by_category", "kind", "heads", *speed}
+    timed = {"changes", "by_policy", "by_category", "kind", "heads", "speedups", *speed}
     by_category = {
         name: counts({"by_category": {}, **c}) for name, c in outcome.get("by_category", {}).items()
     }
@@ -134,6 +134,12 @@ def test_simulate_and_run_agree_on_every_round(
     assert executed["emitted_tokens"] == executed["rounds"] + executed["accepted_tokens"]
     assert executed["seconds"] > 0
     assert simulated["seconds"] > 0
+    plain = door.json("simulate", recording=recording, policy="autoregressive", profile=profile)
+    assert "autoregressive" not in plain["speedups"]
+    if simulated["policy_id"] != plain["policy_id"]:
+        beside = simulated["speedups"]["autoregressive"]
+        assert beside["ratio"] == pytest.approx(plain["seconds"] / simulated["seconds"])
+        assert beside["interval"][0] <= beside["ratio"] <= beside["interval"][1]
     assert "latency" not in simulated
     first = executed["latency"]["time_to_first_token_s"]
     assert 0 < first["p50"] <= first["p95"] <= first["p99"] < executed["seconds"]
@@ -410,6 +416,14 @@ def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None
     chains = door.json("schedule add chains", cron="@hourly", tree_width=0)["settings"]
     assert chains["trees"]["width"] == 0
     assert [s["name"] for s in door.json("schedule list")["schedules"]] == ["chains", "nightly"]
+    changed = door.json("schedule edit nightly", cron="@weekly", budget="1m", since="24h")
+    assert (changed["id"], changed["cron"], changed["tz"]) == (added["id"], "@weekly", there["tz"])
+    settings = from_document(Tune, changed["settings"], "nightly")
+    assert TuneOptions.of(settings) == replace(TuneOptions.of(read), budget_s=60.0)
+    assert settings.workload == (), "what is decoded since takes the place of the workload"
+    chains, nightly = (row["tunes"] for row in door.json("schedule list")["schedules"])
+    assert chains.endswith(" on demo, for deployment default")
+    assert nightly.endswith(" on what was decoded since 24h, for deployment canary")
     for name in ("chains", "nightly"):
         door.json("schedule remove", name)
     assert door.json("schedule list")["schedules"] == []
@@ -422,8 +436,9 @@ def test_a_schedule_tunes_on_what_was_recorded(
     not."""
     before = door.json("policies list")["publications"]
     searched = {"trials": 4, "budget": "1s", "gamma_max": 6, "tree_width": 2, "tree_depth": 2}
-    door.json("schedule add drift --now", **searched, cron="@daily", since="24h")
-    ran = door.call("schedule run --once", json=True)
+    door.json("schedule add drift", **searched, cron="@daily", since="24h")
+    door.json("schedule add other --now", **searched, cron="@daily", since="24h")
+    ran = door.call("schedule run drift", json=True)
     assert one_object(ran.stdout) == {"done": 1, "failed": 0, "lost": 0, "released": 0}, ran.stderr
     (row,) = door.json("schedule list drift")["schedules"]
     (attempt,) = row["attempts"]
@@ -444,7 +459,9 @@ def test_a_schedule_tunes_on_what_was_recorded(
     assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
     assert gathered["n_requests"] >= 6
     assert door.call("schedule list drift").exit_code == 0
-    door.json("schedule remove drift")
+    assert door.json("schedule list other")["schedules"][0]["last"] is None
+    for name in ("drift", "other"):
+        door.json("schedule remove", name)
 
 
 @pytest.mark.parametrize("asked", [{}, {"report": "page.html"}])

@@ -182,7 +182,7 @@ def test_a_profile_whose_check_fails_is_measured_on(
     ahead = iter([replace(profile, check=check) for check in checks])
     measure = spectune.runtime.profiling.measure
     swept: list[int] = []
-    monkeypatch.setattr(measure.Experiment, "sweep", lambda self, *a: swept.append(len(a)))
+    monkeypatch.setattr(measure.Experiment, "sweep", lambda self, *a, **_: swept.append(len(a)))
     monkeypatch.setattr(measure, "fit_profile", lambda *args: profile)
     monkeypatch.setattr(measure, "_check", lambda *args: next(ahead))
     stored = profile_for(store, pair, pair.draft_names, gamma_max=4, trees=trees)

@@ -234,14 +234,14 @@ def test_the_page_and_the_last_lines_say_what_to_deploy(
     ):
         assert (saved in text) == first.startswith("Deploy")
     last = closing(
-        stored.evidence.tuned, "here", [("cli.py run --policy active", "decodes with it")]
+        stored.evidence.tuned, "here", [("spectune run --policy active", "decodes with it")]
     )
     gain = "was 1.500 times as fast as autoregressive (98% interval 1.250 to 2.000) on 7 requests"
     assert max(map(len, last.splitlines())) < 80
     last = " ".join(last.split())
     assert (gain in last) == (first == DEPLOY)
     assert last_line in last
-    assert last.endswith(" # decodes with it cli.py run --policy active")
+    assert last.endswith(" # decodes with it spectune run --policy active")
     winner = html.unescape(" ".join(re.findall('<tr class="winner">.*?</tr>', text, re.DOTALL)))
     assert (">winner" if first.startswith("Deploy") else ">kept") in winner
     assert stored.evidence.tuned.winner.label in winner

@@ -19,11 +19,10 @@ from spectune.optimizer.report.words import interval
 from spectune.optimizer.tuning.confirm import FLOOR
 from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import GAIN, LEVEL, independent
-from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.pair import PairSpec
 from spectune.settings import Check as Settings
 from spectune.settings import RaceSettings, SamplingSettings, Tune
 from spectune.traces.acceptance import hardly_accepted
-from spectune.traces.errors import PairError
 from spectune.traces.sanity import checked as texts_checked
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import first_positions
@@ -37,7 +36,7 @@ COLUMNS = (
 
 def check(s: Settings, talk: Talk) -> Result:
     began = time.perf_counter()
-    spec = _pair(s)
+    spec = pair_of(s)
     unlimited = s.requests.model_copy(update={"limit": None})
     tuned = read_workload(s.model_copy(update={"requests": unlimited}), spec, talk)
     options = DecodeOptions.of(s.sampling)
@@ -85,21 +84,6 @@ def check(s: Settings, talk: Talk) -> Result:
     printed = [{name: _printed(row[name]) for name in COLUMNS} for row in checked.rows]
     tables = [Table(printed), Table(models, title="memory")]
     return Result(text, data, checked.rows, tables)
-
-
-def _pair(s: Settings) -> PairSpec:
-    """The pair meant: TARGET may be a pair itself. Raises PairError."""
-    path = s.target or ""
-    if path != "demo" and not any(map(os.path.isfile, (path, f"{path}/pair.json"))):
-        return pair_of(s)
-    if s.drafts:
-        raise PairError(
-            f"--draft: {path} is a pair, which names its drafts; leave it out, or give the "
-            "target's checkpoint"
-        )
-    spec = read_pair(path)
-    spec.check()
-    return spec
 
 
 @contextmanager

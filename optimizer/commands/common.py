@@ -106,7 +106,16 @@ def pair_of(
         spec = PairSpec.from_json(settings.pair, where="pair")
         spec.check()
         return spec
-    pair = settings.pair
+    pair, target = settings.pair, settings.target
+    if target == "demo" or (target and is_pair_file(target)):
+        if settings.drafts:
+            raise PairError(
+                f"--draft: {target} is a pair, which names its drafts; leave it out, or give the "
+                "target's checkpoint"
+            )
+        spec = read_pair(target)
+        spec.check()
+        return spec
     if settings.typed("target", "drafts") and not settings.typed("pair"):
         pair = None
     if pair is None and settings.target is None and not settings.drafts:
@@ -114,9 +123,21 @@ def pair_of(
             "no pair is named; say --pair FILE (or --pair demo), set SPECTUNE_PAIR, or put "
             "pair = ... in spectune.toml (`init` writes one)"
         )
-    spec = read_pair(None if pair is None else os.fspath(pair), settings.target, settings.drafts)
+    spec = read_pair(None if pair is None else os.fspath(pair), target, settings.drafts)
     spec.check()
     return spec
+
+
+def is_pair_file(path: str) -> bool:
+    """Whether a pair's file lies there, or in a folder of this name."""
+    return any(map(os.path.isfile, (path, f"{path}/pair.json")))
+
+
+def check_pair(settings: OnPair) -> None:
+    """Raises PairError for a pair that is typed and cannot be read; imports no torch."""
+    loaded = getattr(settings.pair, "spec", None)
+    if settings.typed("pair", "target", "drafts") and loaded is None:
+        pair_of(settings)
 
 
 def _of_loaded(settings: OnPair, spec: PairSpec) -> PairSpec:

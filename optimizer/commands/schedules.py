@@ -17,34 +17,91 @@ from spectune.optimizer.commands.common import (
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.inputs import read_files
-from spectune.optimizer.schedule import add_schedule, history, list_schedules, remove_schedule
+from spectune.optimizer.schedule import (
+    Schedule,
+    add_schedule,
+    edit_schedule,
+    history,
+    list_schedules,
+    remove_schedule,
+)
+from spectune.options import from_keywords, options_of, settings_of, value_of
 from spectune.runtime.pair import check_threads
-from spectune.settings import ScheduleAdd, ScheduleList, ScheduleRemove, Tune
+from spectune.settings import ScheduleAdd, ScheduleEdit, ScheduleList, ScheduleRemove, Tune
 from spectune.traces.errors import ConfigError
 
-SHOWN = ("name", "cron", "tz", "next_at", "worker", "last", "result", "report")
+SHOWN = ("name", "cron", "tz", "next_at", "tunes", "worker", "last", "result", "report")
+SOURCES = {"workload", "prompts", "recording", "since"}
+"""Keys that say which texts are tuned on, of which one is used."""
 ATTEMPTS = ("slot", "attempt", "worker", "ended_at", "last", "result", "report")
 
 
 def add(s: ScheduleAdd, talk: Talk) -> Result:
+    document = _document(s, talk)
+    with open_store(s, create=True) as store:
+        row = add_schedule(store.database, s.name, s.cron, document, tz=s.tz, at_once=s.now)
+    return _added(row)
+
+
+def edit(s: ScheduleEdit, talk: Talk) -> Result:
+    with open_store(s) as store:
+        (before,) = list_schedules(store.database, s.name)
+        options = options_of(ScheduleAdd)
+        stored = from_keywords(ScheduleAdd, before.settings)
+        kept = {
+            key: value
+            for key, value in stored.items()
+            if value not in (options[key].default, [], {})
+        }
+        typed = {key: value_of(s, key) for key in options if s.typed(key)}
+        if SOURCES & typed.keys():  # one source takes the place of another
+            kept = {key: value for key, value in kept.items() if key not in SOURCES}
+        when = {"name": s.name, "cron": before.cron, "tz": before.tz}
+        changed = settings_of(ScheduleAdd, {**when, **kept, **typed}, None)
+        document, place = _document(changed, talk), (s.name, changed.cron)
+        row = edit_schedule(store.database, *place, document, tz=changed.tz, at_once=changed.now)
+    return _added(row)
+
+
+def _document(s: ScheduleAdd, talk: Talk) -> dict[str, Any]:
+    """The settings of the `tune`, as they are stored. Raises what :func:`checked` raises, and
+    PairError and TraceError."""
     if bench_of(s) == "engine" and not s.serve:
         raise ConfigError("a schedule publishes what it proves: say --serve with --engine")
     settings = _to_store(checked(s, talk))
     if not (settings.recording or settings.since or settings.engine):
         for line in read_files(settings.workload, settings.requests).notes:
             talk.tell(line)
-    about = {
-        "db",
-        "target",
-        "drafts",
-        "report",
-        *(ScheduleAdd.model_fields.keys() - Tune.model_fields),
-    }
-    document = settings.model_dump(mode="json", exclude=about, exclude_none=True)
-    with open_store(s, create=True) as store:
-        row = add_schedule(store.database, s.name, s.cron, document, tz=s.tz, at_once=s.now)
+    own = ScheduleAdd.model_fields.keys() - Tune.model_fields
+    about = {"db", "target", "drafts", "report", *own}
+    return settings.model_dump(mode="json", exclude=about, exclude_none=True)
+
+
+def _added(row: Schedule) -> Result:
     first = f"{row.next_at:%Y-%m-%d %H:%M:%S} UTC"
-    return Result(f"schedule {s.name}: {row.cron} ({row.tz}), first at {first}", row.to_json())
+    what = f"tunes {tunes(row.settings)}"
+    text = f"schedule {row.name}: {row.cron} ({row.tz}), next at {first}; {what}"
+    return Result(text, row.to_json())
+
+
+def tunes(settings: Mapping[str, Any]) -> str:
+    """What a schedule tunes, in words, by the settings that it stores."""
+    pair = settings.get("pair") or {}
+    name = pair.get("name") or Path(str(pair.get("target", ""))).name
+    source = ", ".join(Path(str(file)).name for file in settings.get("workload", ()))
+    if since := settings.get("since"):
+        source = f"what was decoded since {since}"
+    elif recording := settings.get("recording"):
+        source = f"recording {recording}"
+    where = ""
+    if url := settings.get("url"):
+        where = f" through {url}"
+    elif engine := settings.get("engine"):
+        where = f" on {engine}"
+    if load := (settings.get("load") or {}).get("arrivals"):
+        where += f" under {load}"
+    deployment = settings.get("deployment", "default")
+    return f"{name} on {source}{where}, for deployment {deployment}"
 
 
 def _to_store(s: ScheduleAdd) -> ScheduleAdd:
@@ -61,13 +118,16 @@ def _to_store(s: ScheduleAdd) -> ScheduleAdd:
         values["folder"] = str(Path(s.folder or "").resolve())
     if bench_of(s) != "native":
         values["deployment"] = deployment_for(s, s.engine or VLLM.name)
-    files = tuple(name if name == "demo" else str(Path(name).resolve()) for name in s.workload)
-    return s.model_copy(update=values | {"workload": files or ("demo",)})
+    if s.recording is None and s.since is None:
+        files = tuple(name if name == "demo" else str(Path(name).resolve()) for name in s.workload)
+        values["workload"] = files or ("demo",)
+    return s.model_copy(update=values)
 
 
 def list_all(s: ScheduleList, talk: Talk) -> Result:
     with open_store(s) as store:
-        schedules = [row.to_json() for row in list_schedules(store.database, s.name)]
+        found = list_schedules(store.database, s.name)
+        schedules = [{**row.to_json(), "tunes": tunes(row.settings)} for row in found]
         if s.name is not None:
             schedules[0]["attempts"] = [a.to_json() for a in history(store.database, s.name)]
     if s.name is None:

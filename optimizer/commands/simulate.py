@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.commands.common import (
     Talk,
     check_writable,
@@ -15,11 +22,18 @@ from spectune.optimizer.commands.common import (
 )
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.inputs import outcome_json
+from spectune.optimizer.inputs import outcome_json, policy_of
+from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.replay.served_rounds import differing_rounds
 from spectune.optimizer.replay.trace import simulate as replay
+from spectune.optimizer.report.words import interval
 from spectune.optimizer.tuning.sources import recording_named
+from spectune.optimizer.tuning.timings import ends_of
+from spectune.optimizer.worth import speedup
+from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.settings import Simulate
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Recording
 
 
@@ -63,12 +77,56 @@ def simulate(s: Simulate, talk: Talk) -> Result:
             write_rows(s.per_round, (r for (q, *_), steps in pairs for r in rounds_of(q, steps)))
         outcome = replayed.outcome()
         data = outcome_json(outcome, policy)
+        if profile is not None and info.engine == "native":
+            data["speedups"] = _speedups(store, info, where, replayed, profile, s)
         if replayed.chosen:
             data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
     if approximate:
         talk.tell(f"approximate: {approximate}")
         data["approximate"] = True
-    return outcome_result(outcome, data)
+    result = outcome_result(outcome, data)
+    lines = [result.text, *_in_words(data.get("speedups", {}))]
+    return replace(result, text="\n".join(lines))
+
+
+def _speedups(
+    store: TraceStore,
+    info: Recording,
+    where: tuple[str, str, str],
+    replayed: Replay,
+    profile: LatencyProfile,
+    s: Simulate,
+) -> dict[str, Any]:
+    """The policy's predicted speed over no draft's, and over that of what is in force (``where``:
+    pair, device, deployment), where the same requests of the recording tell that."""
+    others = {"autoregressive": AUTOREGRESSIVE}
+    with suppress(NotFoundError, PolicyError):
+        if (active := policy_of(store, "active", *where)) is not None:
+            others["active"] = active
+    conversations = np.array([number for _, _, number in replayed.names], dtype=np.int64)
+    speedups = {}
+    for name, other in others.items():
+        if other.id in (replayed.policy.id, AUTOREGRESSIVE.id if name == "active" else ""):
+            continue
+        try:
+            base = replay(store, info.id, other, profile, since=s.since, limit=s.limit).replay
+        except (PolicyError, TraceError):  # its draft was not recorded
+            continue
+        if base.names == replayed.names:
+            ratio = speedup(base.seconds, replayed.seconds, conversations)
+            about = {"id": other.id, "label": other.label()}
+            speedups[name] = {**about, "ratio": ratio[0], "interval": ends_of(ratio)}
+    return speedups
+
+
+def _in_words(speedups: Mapping[str, Any]) -> list[str]:
+    """A line for each policy that another is compared with."""
+    names = {"autoregressive": "no draft", "active": "what is in force"}
+    return [
+        f"predicted {of['ratio']:.2f} times as fast as {names[name]}"
+        f"{f', {label}' if (label := of['label']) != name else ''}{interval(of['interval'])}"
+        for name, of in speedups.items()
+    ]
 
 
 def _tell_seconds(info: Recording, profile: LatencyProfile | None, talk: Talk) -> None:

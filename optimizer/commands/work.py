@@ -13,7 +13,7 @@ from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.tune import Account, tune_in
-from spectune.optimizer.schedule import run_worker
+from spectune.optimizer.schedule import make_due, run_worker
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
 from spectune.optimizer.tuning.tuned import tuned_of
@@ -29,10 +29,14 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
     with open_store(s, create=True) as store:
         quiet_transformers(talk)
         job = tuning_job(store, db=s.db, progress=talk.progress, tell=talk.tell)
-        outcomes = run_worker(store.database, job, once=s.once, poll_s=s.poll, tell=talk.tell)
+        once = s.once or s.name is not None
+        if s.name is not None:
+            make_due(store.database, s.name)
+        how: dict[str, Any] = {"once": once, "name": s.name, "poll_s": s.poll}
+        outcomes = run_worker(store.database, job, **how, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
-    # With --once somebody asks how it went: cron, systemd.
-    return Result(text, outcomes, exit_code=1 if s.once and outcomes["failed"] else 0)
+    # Somebody asks how it went: cron, systemd.
+    return Result(text, outcomes, exit_code=1 if once and outcomes["failed"] else 0)
 
 
 def tuning_job(

@@ -11,8 +11,10 @@ from spectune.optimizer.schedule.store import LeaseLostError as LeaseLostError
 from spectune.optimizer.schedule.store import ScheduleError as ScheduleError
 from spectune.optimizer.schedule.store import add_schedule as add_schedule
 from spectune.optimizer.schedule.store import claim as claim
+from spectune.optimizer.schedule.store import edit_schedule as edit_schedule
 from spectune.optimizer.schedule.store import history as history
 from spectune.optimizer.schedule.store import list_schedules as list_schedules
+from spectune.optimizer.schedule.store import make_due as make_due
 from spectune.optimizer.schedule.store import next_slot as next_slot
 from spectune.optimizer.schedule.store import remove_schedule as remove_schedule
 from spectune.optimizer.schedule.worker import run_worker as run_worker

@@ -105,6 +105,37 @@ def add_schedule(
         return row
 
 
+def edit_schedule(
+    database: Database,
+    name: str,
+    cron: str,
+    settings: Mapping[str, Any],
+    *,
+    tz: str = "UTC",
+    at_once: bool = False,
+    now: datetime | None = None,
+) -> Schedule:
+    """Gives a schedule another time and other settings, as :func:`add_schedule` takes them; its
+    history stays, and a run at hand goes on as it began. Raises ScheduleError for an unknown name,
+    and for a time that cannot be read."""
+    with database.write() as session:
+        row, now = _get(session, name), now or database.now(session)
+        first = next_slot(cron, tz, now)
+        row.cron, row.tz, row.settings = cron, tz, dict(settings)
+        row.next_at = now if at_once else first
+        return row
+
+
+def make_due(database: Database, name: str) -> None:
+    """Makes a schedule due at this moment. Raises ScheduleError for an unknown name, and while a
+    worker runs it."""
+    with database.write() as session:
+        row, now = _get(session, name), database.now(session)
+        if row.slot is not None and row.lease_until is not None and row.lease_until > now:
+            raise ScheduleError(f"schedule {name} is run by {row.lease_owner} now")
+        row.next_at = now
+
+
 def list_schedules(database: Database, name: str | None = None) -> list[Schedule]:
     """Returns all schedules by name, or the one of that name. Raises ScheduleError if there is
     none."""
@@ -227,10 +258,16 @@ class Job:
 
 
 def claim(
-    database: Database, worker: str, *, lease_s: float, now: datetime | None = None
+    database: Database,
+    worker: str,
+    *,
+    lease_s: float,
+    now: datetime | None = None,
+    name: str | None = None,
 ) -> Job | None:
-    """Returns the run that has been due for longest, leased to ``worker`` for ``lease_s`` seconds;
-    None where none is. All slots of a schedule that passed meanwhile are one run.
+    """Returns the run that has been due for longest (of the schedule of this ``name``, where one is
+    given), leased to ``worker`` for ``lease_s`` seconds; None where none is. All slots of a
+    schedule that passed meanwhile are one run.
 
     A slot is due by ``now`` (database time by default). A run whose worker went silent is claimed
     again, at most MAX_ATTEMPTS times, and its lost attempt appended to the history.
@@ -242,6 +279,8 @@ def claim(
             is_free = and_(Schedule.slot.is_(None), Schedule.next_at <= (now or clock))
             is_claimable = or_(is_free, Schedule.lease_until <= clock)
             query = select(Schedule).where(is_claimable).order_by(due, Schedule.id).limit(1)
+            if name is not None:
+                query = query.where(Schedule.name == name)
             # On PostgreSQL claimers pass each other by; SQLite's write transactions are serial.
             row = session.scalars(query.with_for_update(skip_locked=True)).first()
             if row is None:

@@ -47,6 +47,7 @@ def run_worker(
     run: Run,
     *,
     once: bool = False,
+    name: str | None = None,
     owner: str | None = None,
     poll_s: float = POLL_S,
     lease_s: float = LEASE_S,
@@ -54,8 +55,9 @@ def run_worker(
     stop: threading.Event | None = None,
     tell: Tell = lambda line: None,
 ) -> dict[str, int]:
-    """Runs what is due until SIGINT, SIGTERM or ``stop``, or ``once`` until nothing is due; returns
-    how many attempts were done, failed, lost and released.
+    """Runs what is due (of the schedule of this ``name``, where one is given) until SIGINT, SIGTERM
+    or ``stop``, or ``once`` until nothing is due; returns how many attempts were done, failed, lost
+    and released.
 
     The first signal lets the job at hand finish, the second hands it back and raises
     KeyboardInterrupt. Slots are due by ``clock``, the database's by default. A database that goes
@@ -68,7 +70,8 @@ def run_worker(
     with stop_on_signals(stop):
         while not stop.is_set():
             try:
-                job = claim(database, owner, lease_s=lease_s, now=clock() if clock else None)
+                now = clock() if clock else None
+                job = claim(database, owner, lease_s=lease_s, now=now, name=name)
                 if is_away:
                     log.warning("the database is back")
                 has_begun, is_away = True, False

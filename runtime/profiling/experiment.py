@@ -116,9 +116,16 @@ class Experiment:
         }
         """Plans whose requests are begun for the seconds of prefills, by draft (empty: none)."""
 
-    def sweep(self, cells: Mapping[str, Sequence[Cell]], checked: Sequence[Cell] = ()) -> None:
+    def sweep(
+        self,
+        cells: Mapping[str, Sequence[Cell]],
+        checked: Sequence[Cell] = (),
+        *,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         """Every cell of every draft once at each temperature, prefills, and short requests under
-        each cell of ``checked``, in random order."""
+        each cell of ``checked``, in random order. ``progress``: called after each request with
+        (done, total)."""
         plans = [cell.plan for cell in chain(*cells.values(), checked)]
         deepest = max((plan.policy.depth_max for plan in plans), default=0)
         longest = self.contexts[-1] + max(PER_REQUEST * BLOCK * (deepest + 1), CHECKED_TOKENS)
@@ -135,8 +142,9 @@ class Experiment:
         lengths = (min(8, self.contexts[0]), self.contexts[0], self.contexts[-1])
         for name, length in product(self._prefill_plans, lengths * PREFILLS):
             work.append(partial(self.prefill, name, length))
-        for i in self.rng.permutation(len(work)):
+        for done, i in enumerate(self.rng.permutation(len(work)), 1):
             work[i]()
+            progress(done, len(work))
 
     def request(self, cells: Sequence[Cell], sampling: Sampling) -> None:
         """One request, a block of rounds under each cell."""

@@ -70,8 +70,11 @@ def measure_profile(
     here = {**environment(pair), "gamma_max": gamma_max}
     profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, here)
     for sweeps in range(1, max(repeats, most) + 1):
-        experiment.sweep(cells, checked)
-        progress("rounds", sweeps, max(repeats, sweeps))
+
+        def told(done: int, total: int, sweeps: int = sweeps) -> None:
+            progress("requests", (sweeps - 1) * total + done, max(repeats, sweeps) * total)
+
+        experiment.sweep(cells, checked, progress=told)
         if sweeps >= repeats:
             shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
             profile = fit_profile(profile, shapes, experiment.rounds, experiment.prefills)

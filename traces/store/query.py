@@ -1,4 +1,4 @@
-"""Questions about stored traces, which ``cli.py traces`` prints (docs/traces.md).
+"""Questions about stored traces, which `spectune traces` prints (docs/traces.md).
 
 An answer is rows, dictionaries by column, which pandas and Polars take as they are. All but rounds
 is answered from plain columns (:mod:`traces.views`); no blob is unpacked.
