@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 INSTALL = $(BIN)/pip install --disable-pip-version-check
+# Where there is no NVIDIA GPU: the usual torch brings gigabytes of CUDA along. If that index cannot be reached, it is taken all the same.
+CPU_TORCH = $(INSTALL) --no-deps --retries 0 --timeout 10 --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch
 LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exit 1; }
 
 # Where it is set, every process compiles every module again.
@@ -19,6 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (set PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "installing into $(VENV) (log: $(VENV)/install.log)"
 	@$(PYTHON) -m venv $(VENV)
+	@command -v nvidia-smi >/dev/null 2>&1 || $(CPU_TORCH) >>$(VENV)/install.log 2>&1 || true
 	@$(INSTALL) -c constraints.txt -e . $(LOGGED)
 	@touch $@
 

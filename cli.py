@@ -19,20 +19,31 @@ from difflib import get_close_matches
 from types import FrameType
 from typing import Any
 
-import click
+try:
+    import click
 
-from spectune import api
-from spectune.options import (
-    Option,
-    options_of,
-    read_config,
-    settings_of,
-    unknown,
-    where_in_words,
-)
-from spectune.settings import Settings, Tune
-from spectune.traces.errors import ConfigError, SpectuneError
-from spectune.traces.text import one_line
+    from spectune import api
+    from spectune.options import (
+        Option,
+        options_of,
+        read_config,
+        settings_of,
+        unknown,
+        where_in_words,
+    )
+    from spectune.settings import Settings, Tune
+    from spectune.traces.errors import ConfigError, SpectuneError
+    from spectune.traces.text import one_line
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    # Started as a file, by a Python that nothing was installed for.
+    print(
+        f"error: {error.name} is not installed for {sys.executable}; `make tune` installs into "
+        ".venv, whose command is .venv/bin/spectune",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 RESUMING = ("record", "tune", "schedule", "follow", "retrace")
 """Commands that go on, typed again, with what an interrupted one has committed."""

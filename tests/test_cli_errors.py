@@ -600,6 +600,14 @@ def test_real_processes_print_one_line(door: Door) -> None:
     assert done.stderr.startswith("error: request long")
 
 
+def test_a_python_that_nothing_is_installed_for_is_told_how_to_install() -> None:
+    command = [sys.executable, "-S", str(ROOT / "cli.py"), "tune"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "is not installed for" in done.stderr
+    assert "`make tune` installs" in done.stderr
+
+
 def test_a_second_interrupt_prints_one_line(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     """It comes while a connection is handed back, where SQLAlchemy would log a traceback."""
     came = []

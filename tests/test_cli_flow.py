@@ -213,6 +213,8 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert tuned["texts"]["differ"] == 0
     assert tuned["texts"]["compared"] > 0
     assert tuned["texts"]["dtype"] == "float32"
+    found = door.json("traces compare", "latest", "autoregressive")
+    assert found["requests"] == tuned["test_requests"], "its race is stored"
     for candidate in tuned["candidates"]:
         assert candidate["latency"]["requests"] == candidate["executed_requests"]
         assert candidate["latency"]["time_per_output_token_s"]["p99"] > 0

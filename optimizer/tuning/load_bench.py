@@ -74,16 +74,7 @@ class LoadBench(EngineBench, Tunable):
         return self.search.proposals
 
     def beside(self, raced: Raced, budget_s: float, progress: Progress) -> Mapping[str, Any]:
-        """What was predicted and measured by load; each candidate's runs are stored."""
-        for candidate in {c.policy.id: c for c in raced.candidates}.values():
-            self.store.put_run(
-                self.info.pair_id,
-                candidate.policy.id,
-                candidate.executed,
-                device=device_of(self.info),
-                dtype=str(self.info.options.get("dtype", "")),
-                purpose=f"tune {self.search.study_id} under {', '.join(self.loads)}",
-            )
+        """What was predicted and measured by load."""
         return {"executed": by_load(self, raced)}
 
     def head(self) -> dict[str, Any]:

@@ -255,8 +255,7 @@ def tune(
     if confirmed is not None:
         held = [texts.ordinals[text] for text in texts.parts.confirm]
         earlier = count_confirmation(store, texts.recording.id, held)
-    for policy in {c.policy.id: c.policy for c in raced.candidates}.values():
-        store.put_policy(policy.id, policy.spelled_out(), policy.label())
+    put_executions(store, texts, raced.candidates, proposals.study)
     with bench.timed("execute"):
         beside = bench.beside(raced, options.budget_s, progress)
     raced = at_pace(raced, pace)
@@ -292,6 +291,25 @@ def tune(
     if published is not None:
         bench.put_in_force(published, options.tell)
     return tuned
+
+
+def put_executions(
+    store: TraceStore, texts: RecordedTexts, candidates: Sequence[Candidate], study: str
+) -> None:
+    """Stores the policies of a race, and what of each was executed, as a run of the study."""
+    info = texts.recording
+    device, dtype = (str(info.options.get(name, "")) for name in ("device", "dtype"))
+    for one in {c.policy.id: c for c in candidates}.values():
+        store.put_policy(one.policy.id, one.policy.spelled_out(), one.policy.label())
+        store.put_run(
+            info.pair_id,
+            one.policy.id,
+            one.executed,
+            device=device,
+            dtype=dtype,
+            workload_id=info.workload_id,
+            purpose=f"tune {study}",
+        )
 
 
 def pace_of_race(probes: Sequence[float]) -> float:
