@@ -21,7 +21,7 @@ from synthetic import policy
 
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.terminal import Terminal
+from spectune.optimizer.commands.terminal import Meter, Terminal
 from spectune.optimizer.commands.tune import tuning_result
 from spectune.optimizer.report.tuning_page import TuningReport, deploy_command, page
 from spectune.optimizer.report.words import (
@@ -159,6 +159,18 @@ def test_what_users_named_is_shown_as_it_is(
         shell.talk.progress(HOSTILE, 0, 2)
     assert all(SHOWN in text for text in (*texts, terminal.getvalue()))
     assert not any(set(text) & {"\x1b", "\x07"} for text in texts)
+
+
+def test_a_log_says_each_half_minute_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0.0, 0.0, 10.0, 31.0, 40.0, 62.0, 90.0])
+    meter = Meter(lambda: next(clock))
+    for done in (0, 10, 25, 30, 50, 100):
+        meter("decode", done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "decode: 100",
+        "decode: 25 of 100, about 93 s left",
+        "decode: 50 of 100, about 62 s left",
+    ]
 
 
 TREE = {"draft": "head", "window": fixed(6), "growth": {"kind": "top_k"}, "select": {"top_n": 24}}
