@@ -197,6 +197,7 @@ def test_what_a_call_does_not_take_is_refused(
         warnings.simplefilter("always")
         found = spectune.record(prompts=[chat, "x"], max_new_tokens=2, gamma_max=2, **how)
     assert [row["request"] for row in found.rows] == ["0", "1"]
+    assert {w.filename for w in said if w.category is UserWarning} == {__file__}
     assert [str(w.message) for w in said if w.category is UserWarning] == [
         "1 of 2 prompts are the same as an earlier one, and tell nothing new",
     ]

@@ -258,6 +258,9 @@ def test_many_bad_rows_are_refused_unless_they_are_to_be_left_out() -> None:
     assert [r.id for r in read(lines, bad_rows="skip")] == ["c0", "c1"]
     with pytest.raises(WorkloadError, match=r"2 of 2 rows are bad, none is left$"):
         read("{\n{", bad_rows="skip")
+    alike = "\n".join(['{"prompt": ""}'] * 4)
+    with pytest.raises(WorkloadError, match=r"^w:1, 2, 3, \.\.\.: .* none of them empty; 4 of 4"):
+        read(alike)
 
 
 def test_an_id_that_was_used_gets_a_number() -> None:

@@ -262,13 +262,28 @@ def left_out(problems: Sequence[str], count: int, unit: str, bad_rows: BadRows) 
     without any. Raises WorkloadError where they are more than ``bad_rows`` allows, or all."""
     if not problems:
         return []
-    first = "; ".join(shortened(problem, 400) for problem in problems[:3])
+    first = "; ".join(shortened(problem, 400) for problem in _first_of(problems))
     counted = f"{len(problems)} of {count} {unit}"
     if len(problems) == count or (bad_rows == "few" and len(problems) > FEW * count):
         skip = "--set requests.bad_rows=skip leaves them out"
         left = "none is left" if len(problems) == count else f"more than a quarter: {skip}"
         raise WorkloadError(f"{first}; {counted} are bad, {left}")
     return [f"{counted} left out: {first}"]
+
+
+def _first_of(problems: Sequence[str], most: int = 3) -> list[str]:
+    """The first problems, ``FILE:ROW: what is wrong``; one that many rows have is there once, with
+    the numbers of the first of them."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        where, _, what = problem.partition(": ")
+        file, _, row = where.rpartition(":")
+        rows.setdefault((file, what), []).append(row)
+    lines = []
+    for (file, what), numbers in [*rows.items()][:most]:
+        more = ", ..." * (len(numbers) > most)
+        lines.append(f"{f'{file}:' if file else ''}{', '.join(numbers[:most])}{more}: {what}")
+    return lines
 
 
 def make_workload(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +47,11 @@ def next_command(
 
 
 def warn(line: str) -> None:
-    """Tells a user of the Python calls."""
-    warnings.warn(line, stacklevel=3)
+    """Tells a user of the Python calls, at the line of theirs that called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("spectune"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(line, stacklevel=level)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from spectune.optimizer.commands.common import Talk, check_writable, open_store
@@ -49,10 +50,11 @@ def filter_of(s: Filter) -> TraceFilter:
 def list_recordings(s: TracesList, talk: Talk) -> Result:
     with open_store(s) as store:
         recordings = query.list_recordings(store, filter_of(s))
-    rows = [info.to_json() for info in recordings]
+        pairs = {pair.id: pair.name for pair in store.list_pairs()}
+    rows = [{**info.to_json(), "pair": pairs[info.pair_id]} for info in recordings]
     shown = [{**row, "drafts": r.shown()} for row, r in zip(rows, recordings, strict=True)]
     columns = (
-        *("id", "pair_id", "source", "state", "n_requests", "n_texts", "n_output_tokens"),
+        *("id", "pair", "source", "state", "n_requests", "n_texts", "n_output_tokens"),
         *("drafts", "created_at"),
     )
     return listed("recordings", rows, Table(shown, columns, "recordings"))
@@ -126,6 +128,8 @@ def _tell_loads(batches: list[float], names: list[str], talk: Talk) -> None:
 
 def export(s: TracesExport, talk: Talk) -> Result:
     check_writable(s, out=s.out)
+    if os.path.exists(s.out):
+        talk.tell(f"{s.out} was there, and is written anew")
     data: dict[str, Any] = {"path": s.out}
     with open_store(s) as store:
         if s.whole:
