@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from databases import opened, run_sql
-from doors import FIXED, USAGE, Door, lines, one_object, put_profile, write_workload
+from doors import FIXED, USAGE, Door, lines, one_object, parsed, put_profile, write_workload
 from synthetic import flat_profile
 from test_policies import CONTRACT
 from test_report import PLAIN, WINNER
@@ -29,6 +29,7 @@ from spectune.optimizer.recording import processes
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document
+from spectune.runtime.pair import read_pair
 from spectune.settings import RequestsSettings, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Sampling
@@ -213,11 +214,43 @@ def test_tune_prints_the_evidence(door: Door, tuned: dict[str, Any], recording: 
     assert tuned["texts"]["differ"] == 0
     assert tuned["texts"]["compared"] > 0
     assert tuned["texts"]["dtype"] == "float32"
+    runs = [
+        r for r in door.json("db show runs")["runs"] if r["purpose"] == f"tune {tuned['study']}"
+    ]
+    assert {r["policy_id"] for r in runs} == {c["id"] for c in tuned["candidates"]}
     found = door.json("traces compare", "latest", "autoregressive")
-    assert found["requests"] == tuned["test_requests"], "its race is stored"
+    assert found["requests"] >= tuned["test_requests"]
     for candidate in tuned["candidates"]:
         assert candidate["latency"]["requests"] == candidate["executed_requests"]
         assert candidate["latency"]["time_per_output_token_s"]["p99"] > 0
+
+
+def test_commands_that_are_printed_run_as_printed(
+    door: Door, folder: Path, tuned: dict[str, Any]
+) -> None:
+    """What was typed goes on: the pair by its checkpoints, the database, the deployment, the
+    sampling; nothing stands in the environment."""
+    spec = read_pair(door.pair)
+    models = [f"target={spec.target}", *(f"drafts.{n}={p}" for n, p in spec.drafts.items())]
+    typed: Options = {"set": models, "deployment": "typed", "temperature": 0.5}
+    how = {**SHORT, **QUICK, "workload": folder / "long.jsonl"}
+    how |= {"no_publish": True, "report": "none"}
+    ran = door.call("tune", **{**how, **typed})
+    assert ran.exit_code == 0, ran.output
+    printed = ran.stdout
+    printed += door.call("check", door.pair, folder / "long.jsonl", budget="1ms").stdout
+    lines = [line for line in printed.splitlines() if line.startswith("spectune ")]
+    assert len(lines) >= 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SPECTUNE_PAIR")
+        for line in lines:
+            words = shlex.split(line, comments=True)[1:]
+            if "tune" in words:  # that of `check`: minutes, so only read
+                assert parsed(words)
+                continue
+            assert "--db" in words
+            ran = Door(None).call(*words)
+            assert ran.exit_code == 0, (line, ran.output)
 
 
 def test_too_few_requests_are_refused_before_any_work(
