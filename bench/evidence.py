@@ -18,7 +18,8 @@ from lab import RESULTS, ROOT, Halves, halves, measured, run_parts, say
 from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Replay
-from spectune.optimizer.tuning.timings import Timings, finite
+from spectune.optimizer.tuning.confirmation import finite
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, parse_policy

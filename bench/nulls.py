@@ -26,13 +26,13 @@ from lab import chain, demo, requests, run_parts, say
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
-    Confirmation,
     Spread,
     confirm,
     left_s,
     planned,
     spread_of,
 )
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.optimizer.tuning.parts import mixed, split
 from spectune.optimizer.tuning.race import PASSES, eliminate, fastest_of

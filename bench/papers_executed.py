@@ -30,7 +30,8 @@ from spectune.optimizer.execute import encode_recorded
 from spectune.optimizer.fit.c2t import fit_c2t
 from spectune.optimizer.fit.heterospec import fit_heterospec
 from spectune.optimizer.fit.recorded_trees import tree_source
-from spectune.optimizer.tuning.timings import Timings, finite
+from spectune.optimizer.tuning.confirmation import finite
+from spectune.optimizer.tuning.timings import Timings
 
 
 def main(arguments: Sequence[str]) -> None:

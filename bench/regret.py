@@ -9,11 +9,11 @@ from lab import CATEGORIES, chain, compare, demo, requests, say, stored
 
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.native import TuneOptions, tune_pair
 from spectune.optimizer.tuning.native_bench import NativeBench
 from spectune.optimizer.tuning.parts import Parts
 from spectune.optimizer.tuning.race import race
-from spectune.optimizer.tuning.timings import finite
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy

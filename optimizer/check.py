@@ -22,8 +22,8 @@ from spectune.optimizer.recording.record import PanoramaSpec, put_policies, reco
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.parts import mixed
-from spectune.optimizer.tuning.timings import finite
 from spectune.optimizer.worth import Worth, independent, judge, speedup
 from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.decoder import prepare_for

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from scipy.special import nctdtr, stdtrit
 
-from spectune.optimizer.tuning.confirm import FLOOR
+from spectune.optimizer.tuning.confirmation import FLOOR
 from spectune.optimizer.tuning.timings import Estimate
 from spectune.traces.conversations import Index, conversations_of, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray

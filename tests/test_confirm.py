@@ -13,15 +13,13 @@ import pytest
 from scipy.special import stdtrit
 
 from spectune.optimizer.tuning.confirm import (
-    LEAST,
-    LEVEL,
-    Confirmation,
     Spread,
     check_sample_size,
     confirm,
     planned,
     power_in_words,
 )
+from spectune.optimizer.tuning.confirmation import LEAST, LEVEL, Confirmation
 from spectune.traces.errors import TraceError
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))

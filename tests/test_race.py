@@ -22,10 +22,11 @@ from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.search import PREDICTION_ERROR, SearchStudy, Trial, rivals
 from spectune.optimizer.tuning.bench import Bench, Prediction
+from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.pipeline import ProveOptions, confirm_winner, run_race
 from spectune.optimizer.tuning.race import BLOCK, eliminate, fastest_of
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.timings import TIE, Timings, finite
+from spectune.optimizer.tuning.timings import TIE, Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.recording.panoramas import record_panorama

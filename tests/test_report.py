@@ -32,7 +32,7 @@ from spectune.optimizer.report.words import (
     reasons,
     savings,
 )
-from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.pipeline import pace_of_race
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.optimizer.tuning.tuned import (

@@ -23,7 +23,7 @@ from spectune.optimizer.search import (
     search,
 )
 from spectune.optimizer.spaces import GROUPS, DraftLimits, Space, complexity, kind_of
-from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.parts import mixed, split
 from spectune.optimizer.tuning.pipeline import Raced, decide
 from spectune.optimizer.tuning.race import Comparison

@@ -16,8 +16,7 @@ from spectune.optimizer.commands.decoding import fit_to, load, read_workload
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.report.words import interval
-from spectune.optimizer.tuning.confirm import FLOOR
-from spectune.optimizer.tuning.timings import finite
+from spectune.optimizer.tuning.confirmation import FLOOR, finite
 from spectune.optimizer.worth import GAIN, LEVEL, independent
 from spectune.runtime.pair import PairSpec
 from spectune.settings import Check as Settings

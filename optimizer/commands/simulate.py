@@ -27,8 +27,8 @@ from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.replay.served_rounds import differing_rounds
 from spectune.optimizer.replay.trace import simulate as replay
 from spectune.optimizer.report.words import interval
+from spectune.optimizer.tuning.confirmation import ends_of
 from spectune.optimizer.tuning.sources import recording_named
-from spectune.optimizer.tuning.timings import ends_of
 from spectune.optimizer.worth import speedup
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.settings import Simulate

@@ -28,9 +28,10 @@ from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.search import search
 from spectune.optimizer.spaces import Space
 from spectune.optimizer.stored_artifacts import fitted
+from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.parts import Parts, recorded_parts
 from spectune.optimizer.tuning.sources import recording_named
-from spectune.optimizer.tuning.timings import Timings, finite
+from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import DRAFT_CHOOSER, Artifacts

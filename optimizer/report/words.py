@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.tuned import (
     AS_FAST,
     PredictionErrors,

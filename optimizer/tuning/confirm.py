@@ -16,25 +16,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle, islice
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, computed_field
 from scipy.special import nctdtr, stdtrit
 
+from spectune.optimizer.tuning.confirmation import LEAST, LEVEL, Confirmation, missed_share
 from spectune.optimizer.tuning.parts import SPLIT, Parts, split
-from spectune.optimizer.tuning.timings import NOISE, Ends, Expected, Interval, Timings, ends_of
+from spectune.optimizer.tuning.timings import NOISE, Expected, Timings
 from spectune.traces.conversations import Index, conversations
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Workload
 
-LEVEL: Final = 0.98
-"""Two-sided level of the interval: its lower end is above the truth in one of 100 confirmations
-(`bench/nulls.py` counts them)."""
-FLOOR: Final = 1.01
-"""A ratio below is not worth a publication."""
-LEAST: Final = 5
-"""Units to confirm on without which nothing is published."""
 RACE_SHARE: Final = 1 / 2
 """Part of the time for executions that the race may use; the confirmation has the rest."""
 WIDER: Final = 1.05
@@ -79,65 +72,6 @@ class Spread:
         while self.chance(least, least) < chance:
             least = math.ceil(least * 1.05)
         return least
-
-
-class Confirmation(BaseModel):
-    """The speed of the policy of this ``id`` over the incumbent's on ``requests`` held out (or
-    other units of a bench), executed at most ``passes`` times by both, and its interval of
-    :data:`LEVEL`. ``chance_of_5_percent``: of a gain of 5% to be published by so many executions,
-    as was told before them; None: not told. ``conversations``: how many the requests are of, where
-    some are turns of one."""
-
-    model_config = ConfigDict(frozen=True)
-
-    id: str
-    ratio: float
-    interval: Ends
-    requests: int
-    passes: int
-    unit: str = "requests"
-    chance_of_5_percent: float | None = None
-    conversations: int | None = None
-    level: float = LEVEL
-    floor: float = FLOOR
-
-    @classmethod
-    def of(
-        cls, winner: str, ratio: Interval, requests: int, passes: int, **more: Any
-    ) -> Confirmation:
-        """``more``: further fields."""
-        about = {"requests": requests, "passes": passes, **more}
-        return cls(id=winner, ratio=ratio[0], interval=ends_of(ratio), **about)
-
-    @property
-    def independent(self) -> int:
-        """How many units tell something of their own."""
-        return self.requests if self.conversations is None else self.conversations
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def missed(self) -> float:
-        """:func:`missed_share` of the requests held out."""
-        return missed_share(self.independent)
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def holds(self) -> bool:
-        """Whether it is a gain beyond noise, and worth having."""
-        return not self.against
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def against(self) -> str:
-        """What speaks against a publication; empty where nothing does."""
-        if self.independent < LEAST:
-            unit = self.unit if self.conversations is None else "conversations"
-            return f"{self.independent} {unit} are too few, {LEAST} are needed"
-        if (self.interval[0] or 0.0) <= 1.0:
-            return "the gain is not beyond noise"
-        if self.ratio < self.floor:
-            return f"a ratio below {self.floor} is not worth a change"
-        return ""
 
 
 def confirm(
@@ -186,12 +120,6 @@ def confirm(
         chance_of_5_percent=chance,
         conversations=of if of < used else None,
     )
-
-
-def missed_share(requests: int) -> float:
-    """The share of all requests that a slowdown may fall on unseen: with a chance of 5%, none of so
-    many requests held out is among them."""
-    return 1.0 - math.pow(0.05, 1.0 / max(1, requests))
 
 
 def left_s(budget_s: float, raced_s: float) -> float:

@@ -19,7 +19,6 @@ from spectune.optimizer.report.words import confirmed_in_words, counted, samplin
 from spectune.optimizer.tuning.bench import Bench, Prediction, RecordedTexts, Tunable
 from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
-    Confirmation,
     Spread,
     check_sample_size,
     confirm,
@@ -28,6 +27,7 @@ from spectune.optimizer.tuning.confirm import (
     power_in_words,
     spread_of,
 )
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.race import PASSES, Comparison, fastest_of, race
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.optimizer.tuning.tuned import Candidate, PublishedAs, Tuned, is_finalist

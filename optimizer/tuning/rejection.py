@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 
 from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.confirmation import ends_of
 from spectune.optimizer.tuning.native_bench import NativeBench
-from spectune.optimizer.tuning.timings import Timings, ends_of
+from spectune.optimizer.tuning.timings import Timings
 from spectune.optimizer.tuning.tuned import NamedPolicy, RejectionChain, RejectionNotTried
 from spectune.runtime.policies.document import FixedWindow, Policy
 from spectune.runtime.progress import Progress, silent

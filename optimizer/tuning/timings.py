@@ -29,23 +29,6 @@ NORMAL_QUARTILE: Final = 0.6745
 """The median departure of a normal distribution of standard deviation 1."""
 
 
-Interval = tuple[float, float, float]
-"""A value and the ends of its interval, which are infinite where they are not known."""
-Ends = tuple[float | None, float | None]
-"""The ends of an interval for JSON, which has no infinity."""
-
-
-def ends_of(interval: Interval) -> Ends:
-    """The ends of an interval; one that is not known is None."""
-    low, high = finite(interval[1:])
-    return low, high
-
-
-def finite(values: Sequence[float]) -> list[float | None]:
-    """For JSON, which has no infinity: an interval's end that is not known is None."""
-    return [v if math.isfinite(v) else None for v in values]
-
-
 @dataclass(frozen=True)
 class Estimate:
     """The logarithm of a ratio, its standard error, and the degrees of freedom of that (0: the

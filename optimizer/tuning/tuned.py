@@ -9,9 +9,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, computed_field
 
-from spectune.optimizer.tuning.confirm import Confirmation
+from spectune.optimizer.tuning.confirmation import Confirmation, Ends, Interval, ends_of
 from spectune.optimizer.tuning.texts import ComparedTexts
-from spectune.optimizer.tuning.timings import Ends, Interval, ends_of
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.sanity import Sanity
 from spectune.traces.schema import Outcome
