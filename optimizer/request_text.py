@@ -22,7 +22,8 @@ def request_text(store: TraceStore, recording: str, request: str) -> dict[str, A
         raise TraceError(
             f"recording {info.id} has no request {request!r} (see `traces show {info.id}`)"
         )
-    found = [*store.iterate(info.id, (), ordinals=[rows[-1]["ordinal"]])]
+    place = rows[-1]["recording_id"], rows[-1]["ordinal"]
+    found = [*store.iterate(place[0], (), ordinals=[place[1]])]
     if not found:
         raise TraceError(f"the text of request {request!r} of recording {info.id} is not stored")
     (stored,) = found
@@ -43,5 +44,7 @@ def request_text(store: TraceStore, recording: str, request: str) -> dict[str, A
         "undecoded": undecoded,
         "prompt_ids": ids[0],
         "output_ids": ids[1],
-        "rounds": [row for row in rounds(store, only) if row["ordinal"] == stored.ordinal],
+        "rounds": [
+            row for row in rounds(store, only) if (row["recording_id"], row["ordinal"]) == place
+        ],
     }

@@ -490,9 +490,9 @@ def test_a_schedule_tunes_on_what_was_recorded(
         assert after[0]["version"] == result["published"]
         assert after[0]["actor"] == "schedule"
     recordings = door.json("traces list")["recordings"]
-    gathered = next(r for r in recordings if r["id"] == result["recording"])
-    assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
-    assert gathered["n_requests"] >= 6
+    sample = next(r for r in recordings if r["id"] == result["recording"])
+    assert (sample["source"], sample["state"]) == ("sample", "complete")
+    assert sample["n_requests"] >= 6
     assert door.call("schedule list drift").exit_code == 0
     assert door.json("schedule list other")["schedules"][0]["last"] is None
     for name in ("drift", "other"):
@@ -539,9 +539,9 @@ def test_what_was_decoded_lately_can_be_tuned_on(
     found = door.call("tune", **QUICK, since="24h", no_publish=True, report="none")
     assert found.exit_code == 0, found.output
     name = given[0]
-    gathered = next(r for r in door.json("traces list")["recordings"] if r["id"] == name)
-    assert (gathered["source"], gathered["state"]) == ("gathered", "complete")
-    assert 6 <= gathered["n_requests"] <= 200
+    sample = next(r for r in door.json("traces list")["recordings"] if r["id"] == name)
+    assert (sample["source"], sample["state"]) == ("sample", "complete")
+    assert 6 <= sample["n_requests"] <= 200
     found = door.call("tune", **QUICK, since="24h", limit=4, no_publish=True, report="none")
     few = next(r for r in door.json("traces list")["recordings"] if r["id"] == given[1])
     assert few["n_requests"] == 4

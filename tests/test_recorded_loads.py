@@ -17,7 +17,7 @@ from served_traces import recorded, simulated, trace_of, window
 from trace_values import a_panorama
 
 from spectune.engines.engine import Load
-from spectune.optimizer.tuning.sources import ServerTuned, gather
+from spectune.optimizer.tuning.sources import ServerTuned, sample_since
 from spectune.traces.recording import RecordedRequest
 from spectune.traces.store import TraceStore
 
@@ -95,8 +95,8 @@ def test_replicas_in_one_database_are_not_one_server_with_their_sum(
     with opened(door.db) as store:
         assert store.get_recording(told["recording"]).options["boot"] == "b2"
         how: dict[str, Any] = {"key": "own", "engine": "vllm", "server": ServerTuned("b1", "cpu")}
-        own = gather(store, PAIR.id, timedelta(days=1), REQUESTS, **how)
-        assert store.get_recording(own).options["boot"] == "b1"
+        own = sample_since(store, PAIR.id, timedelta(days=1), REQUESTS, **how)
+        assert own.options["boot"] == "b1"
 
 
 def test_a_share_of_texts_is_not_a_share_of_the_load(
@@ -109,7 +109,7 @@ def test_a_share_of_texts_is_not_a_share_of_the_load(
     told, said = tuned(door, "--limit", REQUESTS)
     with opened(door.db) as store:
         info = store.get_recording(told["recording"])
-    assert (info.source, info.n_requests) == ("gathered", REQUESTS)
+    assert (info.source, info.n_requests) == ("sample", REQUESTS)
     assert 5 <= info.n_texts <= 30
     assert f"{REQUESTS - info.n_texts} of the {REQUESTS} requests that arrived have no text" in said
     assert rate_of(told) == pytest.approx(rate_of(alone), rel=0.05)
@@ -130,8 +130,8 @@ def test_of_very_many_requests_the_last_alone_arrive(
     follow(door, agent.folder, texts=0.1)
     monkeypatch.setattr("spectune.optimizer.tuning.sources.MOST_ARRIVALS", 20)
     with opened(door.db) as store:
-        name = gather(store, PAIR.id, timedelta(days=1), key="few", engine="vllm")
-        info, arrived = store.get_recording(name), store.served_requests([name])
+        info = sample_since(store, PAIR.id, timedelta(days=1), key="few", engine="vllm")
+        arrived = store.served_requests([info.id])
         (recorded_,) = (i for i in store.list_recordings() if i.source == "serve")
         last = store.served_requests([recorded_.id])[-20:]
     assert [r.steps for r in arrived] == [r.steps for r in last]

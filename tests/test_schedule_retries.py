@@ -18,7 +18,7 @@ from spectune.optimizer import schedule as schedules
 from spectune.optimizer.commands.work import tuning_job
 from spectune.optimizer.schedule import Job
 from spectune.optimizer.schedule.worker import Run
-from spectune.optimizer.tuning.sources import gather
+from spectune.optimizer.tuning.sources import sample_since
 from spectune.runtime.loading import LoadedPair
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import RecordedRequest
@@ -102,7 +102,7 @@ class Killed(TraceStore):
     def iterate(self, *arguments: Any, **how: Any) -> Iterator[RecordedRequest]:
         for request in super().iterate(*arguments, **how):
             if not self.left:
-                raise SystemExit("gather")
+                raise SystemExit("iterate")
             self.left -= 1
             yield request
 
@@ -113,12 +113,12 @@ def test_a_sample_that_was_killed_is_taken_anew_and_holds_no_request_twice(
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9)])
-    with pytest.raises(SystemExit, match="gather"):
-        gather(Killed(store.database), pair.id, HOUR, 6, key="slot")
+    with pytest.raises(SystemExit, match="iterate"):
+        sample_since(Killed(store.database), pair.id, HOUR, 6, key="slot")
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(9, 11)])
     said: list[str] = []
-    made = gather(store, pair.id, HOUR, 6, key="slot", tell=said.append)
-    held = [request.trajectory.request_id for request in store.iterate(made)]
+    made = sample_since(store, pair.id, HOUR, 6, key="slot", tell=said.append)
+    held = [request.trajectory.request_id for request in store.iterate(made.id)]
     assert len(held) == len(set(held)) == 6
     assert said == [
         "recorded traffic has 11 requests: this takes a sample of 6 (`tune --limit` says how many)"
@@ -140,7 +140,7 @@ def test_to_choose_a_sample_reads_no_other_contents(store: TraceStore, pair: Loa
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     served = store.create_recording(Asked(pair.id, None, Sampling(), 64, source="serve")).id
     store.append_trajectories(served, [(i, a_trajectory(i), ()) for i in range(90)])
-    gather(Counting(store.database), pair.id, HOUR, 6, key="slot")
+    sample_since(Counting(store.database), pair.id, HOUR, 6, key="slot")
     assert Counting.contents == 6
     Counting.contents = 0
 
@@ -156,15 +156,15 @@ def test_what_an_engine_drew_is_not_sampled(store: TraceStore, pair: LoadedPair)
         served = store.create_recording(Asked(pair.id, None, of, 64, verifier))
         if texts is plain:
             with pytest.raises(TraceError, match=r"none of the 9 requests .*`tune --arrivals"):
-                gather(store, pair.id, HOUR, 3, key="none")
+                sample_since(store, pair.id, HOUR, 3, key="none")
         store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(texts)])
-    made = gather(store, pair.id, HOUR, 3, key="some")
-    held = [r.trajectory.request_id for r in store.iterate(made)]
+    made = sample_since(store, pair.id, HOUR, 3, key="some")
+    held = [r.trajectory.request_id for r in store.iterate(made.id)]
     assert sorted(held) == sorted(text.request_id for text in plain)
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
-def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair) -> None:
+def test_a_sample_is_of_one_sampling(store: TraceStore, pair: LoadedPair) -> None:
     """Of several samplings the most common, whatever its seeds, which is said; a later attempt
     finds it, whatever came since."""
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
@@ -174,25 +174,25 @@ def test_traffic_is_stored_as_it_was_sampled(store: TraceStore, pair: LoadedPair
     served = store.create_recording(Asked(pair.id, None, hot[0].sampling, 64, "rejection"))
     store.append_trajectories(served.id, [(i, text, ()) for i, text in enumerate(hot)])
     said: list[str] = []
-    alone = store.get_recording(gather(store, pair.id, HOUR, 9, key="alone", tell=said.append))
+    alone = sample_since(store, pair.id, HOUR, 9, key="alone", tell=said.append)
     assert (alone.sampling.temperature, alone.verifier) == (0.7, "rejection")
     assert alone.max_new_tokens == max(text.max_new_tokens for text in hot)
     assert said == []
     plain = [a_trajectory(i) for i in range(4, 7)]
     others = store.create_recording(Asked(pair.id, None, Sampling(), 64))
     store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(plain)])
-    made = gather(store, pair.id, HOUR, 9, key="mixed", tell=said.append)
-    assert store.get_recording(made).sampling.temperature == 0.7
+    made = sample_since(store, pair.id, HOUR, 9, key="mixed", tell=said.append)
+    assert made.sampling.temperature == 0.7
     (line,) = said
     assert "2 samplings" in line
     assert "temperature 0.7" in line
     assert "4 of 7 requests" in line
-    held = {r.trajectory.request_id for r in store.iterate(made)}
+    held = {r.trajectory.request_id for r in store.iterate(made.id)}
     assert held <= {text.request_id for text in hot}
     more = [a_trajectory(i) for i in range(7, 11)]
     store.append_trajectories(others.id, [(i, text, ()) for i, text in enumerate(more, 3)])
-    assert gather(store, pair.id, HOUR, 9, key="mixed") == made
-    assert store.get_recording(gather(store, pair.id, HOUR, 9, key="later")).sampling.greedy
+    assert sample_since(store, pair.id, HOUR, 9, key="mixed").id == made.id
+    assert sample_since(store, pair.id, HOUR, 9, key="later").sampling.greedy
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -205,17 +205,17 @@ def test_damaged_traffic_is_left_out(store: TraceStore, pair: LoadedPair) -> Non
     damage(store, Trajectory.tokens, recording_id=served.id, ordinal=0)
     damage(store, Panorama.trie, recording_id=served.id, ordinal=1)
     said: list[str] = []
-    made = store.load(gather(store, pair.id, HOUR, 9, key="slot", tell=said.append))
+    sample = sample_since(store, pair.id, HOUR, 9, key="slot", tell=said.append)
+    made = store.load(sample.id, skip_corrupted=True)
     assert made.trajectories == tuple(texts[1:])
     assert [sorted(request.panoramas) for request in made.requests] == [[], ["small"], ["small"]]
-    assert [line.split(": ")[1] for line in said] == [
-        f"request 0 of {served.id}",
-        f"the panorama of draft 'small' of request 1 of {served.id}",
-    ]
+    assert [line.split(": ")[1] for line in said] == [f"request 0 of {served.id}"]
+    (panorama,) = made.skipped
+    assert (panorama.ordinal, panorama.draft) == (0, "small")
     for n in (1, 2, 3):
         damage(store, Trajectory.tokens, recording_id=served.id, ordinal=n)
     with pytest.raises(TraceError, match=r"is damaged; `db check` lists it"):
-        gather(store, pair.id, HOUR, 9, key="none")
+        sample_since(store, pair.id, HOUR, 9, key="none")
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -48,7 +48,7 @@ def add(
 def test_latest_is_no_sample_no_profile_and_no_other_pairs(store: TraceStore) -> None:
     ours, theirs = pair_named("ours"), pair_named("theirs")
     first, served = add(store, ours), add(store, ours, **SERVED)
-    for source in ("gathered", "profile"):
+    for source in ("sample", "profile"):
         add(store, ours, source, **SERVED)
     add(store, ours, n=0, **SERVED)
     other = add(store, theirs, **SERVED)
@@ -111,7 +111,7 @@ def test_an_engine_is_tuned_on_what_was_served_lately(recorded_server: str, tmp_
     told = door.json("tune", *how, "--since", "500d", "--limit", 30)
     with opened(door.db) as store:
         info = store.get_recording(told["recording"])
-        assert (info.source, info.n_requests) == ("gathered", 30)
+        assert (info.source, info.n_requests) == ("sample", 30)
         assert store.get_study(told["study"]).seed == 3
 
 

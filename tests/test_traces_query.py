@@ -330,12 +330,14 @@ def test_a_request_decoded_again_weighs_as_much_on_both_sides(store: TraceStore)
     assert (found["ratio"], *found["interval"]) == pytest.approx((2, 2, 2))
 
 
-def test_copies_and_profiling_runs_are_no_traffic_unless_they_are_named(store: TraceStore) -> None:
+def test_imported_samples_and_profiling_runs_are_no_traffic_unless_they_are_named(
+    store: TraceStore,
+) -> None:
     decoded(at(store, NOW), {POLICY_ID: 0.1, OTHER: 0.3}, n=2)
     before = [query.speed(store), query.acceptance(store, executed=True), query.requests(store)]
     compared = compare(store, "small", "autoregressive")
     latest = store.resolve_recording("latest")
-    for source in ("gathered", "profile"):
+    for source in ("sample", "profile"):
         asked = Asked(PAIR, None, Sampling(), 64, source=source)
         copy = store.create_recording(asked).id
         store.append_trajectory(copy, 0, a_trajectory(0), rounds_of(60, OTHER, seconds=0.9))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields, replace
+from dataclasses import asdict, field, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -40,8 +40,10 @@ LAST = 1
 """The place of blobs among the columns: SQLite reads all that stands before what is asked for."""
 DESIGNED = "profile"
 """The source of what ``profile --engine`` served: steps whose costs were sought."""
-NO_TRAFFIC = (DESIGNED, "gathered")
-"""Sources of requests that nobody sent: those, and copies of traffic for a tuning."""
+SAMPLE = "sample"
+"""The source of a recording that lists requests of others, which a tuning takes of traffic."""
+NO_TRAFFIC = (DESIGNED, SAMPLE)
+"""Sources of recordings that are no traffic of their own."""
 AckStatus = Literal["applied", "refused", "withdrawn"]
 _SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
@@ -80,8 +82,8 @@ class StoredWorkload(Value):
 
 
 class Recording(Value):
-    """A workload decoded by a pair (``source`` record), served traffic (``serve``), a copy of such
-    (``gathered``), or what :data:`DESIGNED` says; ``recording`` until it is ``complete``.
+    """A workload decoded by a pair (``source`` record), served traffic (``serve``), or what
+    :data:`SAMPLE` and :data:`DESIGNED` say; ``recording`` until it is ``complete``.
 
     ``n_requests`` to ``drafts`` count what is stored now, but for drafts under shortlists;
     :mod:`traces.store` fills them in. ``n_texts`` of the requests have a text.
@@ -180,12 +182,6 @@ class Trajectory(Value):
     confirmations: Mapped[int] = mapped_column(insert_default=0, init=False, compare=False)
     created_at: Mapped[datetime] = mapped_column(index=True, init=False, compare=False)
 
-    def without_text(self) -> Trajectory:
-        """The request without its text."""
-        request = replace(self, tokens=None, stop_strings=())
-        request.n_prompt, request.n_output = self.n_prompt, self.n_output
-        return request
-
     @property
     def prompt_ids(self) -> Int32Array:
         """int32 [P], of one with a text."""
@@ -197,6 +193,26 @@ class Trajectory(Value):
         """int32 [L], of one with a text; ends with the EOS token where ``finish`` is ``eos``."""
         assert self.tokens is not None
         return self.tokens.output
+
+
+class SampledRequest(Value):
+    """A request that a sample lists, by its ``number`` there: where it is stored, whether its text
+    is one of the sample (``is_text``), and whether its rounds are of the load that is replayed
+    (``is_load``). What becomes of a request, its part and its panoramas, is stored with itself."""
+
+    __table_args__ = (
+        ForeignKeyConstraint(_TEXT, [f"trajectory.{name}" for name in _TEXT], ondelete="CASCADE"),
+        Index("ix_sampled_request_of", *_TEXT),
+    )
+
+    sample_id: Mapped[str] = mapped_column(
+        ForeignKey("recording.id", ondelete="CASCADE"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    recording_id: Mapped[Str32]
+    ordinal: Mapped[int]
+    is_text: Mapped[bool]
+    is_load: Mapped[bool]
 
 
 class Panorama(Value):

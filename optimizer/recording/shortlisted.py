@@ -147,6 +147,10 @@ class ShortlistedDrafts:
         if key not in self._traces:
             loaded = self.store.load(self.recording, (name,), ordinals=ordinals)
             recorded = {r.ordinal: r.panoramas[name] for r in loaded.requests}
+            if len(recorded) < len(ordinals):
+                raise TraceError(
+                    f"texts of {self.recording} were removed while it was replayed; run it again"
+                )
             texts = [trace.trajectories[r] for r in requests]
             panoramas = {
                 policy.draft: [trace.panoramas[policy.draft][r] for r in requests],

@@ -22,7 +22,7 @@ from spectune.traces.cost_table import FloatArray
 from spectune.traces.errors import PolicyError, TraceError
 from spectune.traces.recording import RecordedRequest, ServedRequest
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile, Recording
+from spectune.traces.tables import SAMPLE, LatencyProfile, Recording
 
 FITTED_STEPS: Final = 6000
 """Most steps that costs are fitted to, spread over all that were recorded."""
@@ -209,11 +209,9 @@ def costs_of_engine(store: TraceStore, info: Recording) -> ServedCosts:
     recordings = [i for i in every if i.engine == info.engine]
     starts: dict[str, list[Recording]] = {str(info.options.get("boot", info.id)): []}
     for recording in recordings:
-        if _made_by(recording) == _made_by(info) and recording.source != "gathered":
+        if _made_by(recording) == _made_by(info) and recording.source != SAMPLE:
             starts.setdefault(recording.start, []).append(recording)
     pooled = [*filter(None, starts.values())][:POOLED]
-    if not pooled:
-        pooled = [[info]]  # a copy of what was removed since
     hardware = info.options.get("hardware")
     named = {str(i.options["hardware"]) for i in recordings if "hardware" in i.options}
     elsewhere = "; ".join(sorted(named - {hardware}))

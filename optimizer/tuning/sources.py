@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,13 +17,13 @@ from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import LoadedRecording, RecordedRequest, Skipped
 from spectune.traces.store import Asked, TraceStore
-from spectune.traces.store.recordings import RequestKey, Traffic
-from spectune.traces.tables import NO_TRAFFIC, Recording, Trajectory
+from spectune.traces.store.recordings import Listed, RequestKey, Traffic
+from spectune.traces.tables import NO_TRAFFIC, SAMPLE, Recording, Trajectory
 
 if TYPE_CHECKING:
     from spectune.runtime.pair import PairSpec
 
-SAMPLE = 200
+SAMPLED = 200
 """Requests taken of recorded traffic unless somebody says otherwise."""
 MOST_ARRIVALS = 5000
 """Most requests of a server whose arrivals and batches go with a sample, the last."""
@@ -200,42 +199,25 @@ def sample_since(
     server: ServerTuned | None = None,
     tell: Tell = lambda line: None,
 ) -> Recording:
-    """A recording of a sample (:func:`gather`) of what was decoded ``since``. Without a ``key`` one
-    that was made for the same words is used again until a tuning of the pair has ended."""
+    """A sample of what a pair decoded ``since`` a moment or so long ago: a random ``limit`` of the
+    requests that are :func:`of_one_sampling` (None: :data:`SAMPLED`). Of an ``engine`` that is
+    named the last of the requests of one server (:func:`of_one_server`), on the device of the
+    ``server`` that is tuned, and as its load all others that it was sent meanwhile: they arrived as
+    they did, in the batches that they were in. ``tell`` is told how many were left out.
+
+    Taken again with the same ``key`` it is the sample taken before; without one, for the same words
+    until a tuning of the pair has ended. Raises TraceError where nothing was recorded, or only what
+    an engine sampled, which nothing decodes again here.
+    """
     if key is None:
         words = f"since {since} limit {limit} engine {engine} server {server and server.boot}"
         ended = {artifact.provenance.get("study") for artifact in store.list_artifacts(EVIDENCE)}
         done = {study.recording_id for study in store.list_studies(pair_id) if study.id in ended}
         key = f"{words} #{len(done)}"
-    name = gather(store, pair_id, since, limit, key=key, engine=engine, server=server, tell=tell)
-    return store.get_recording(name)
-
-
-def gather(
-    store: TraceStore,
-    pair_id: str,
-    since: timedelta | datetime,
-    sample: int | None = None,
-    *,
-    key: str,
-    engine: str | None = None,
-    server: ServerTuned | None = None,
-    tell: Tell = lambda line: None,
-) -> str:
-    """Stores a recording of what a pair decoded ``since`` a moment or so long ago, a random
-    ``sample`` of the requests that are :func:`of_one_sampling` (None: :data:`SAMPLE`), with their
-    rounds and panoramas; its id. Of an ``engine`` that is named the last of the requests of one
-    server (:func:`of_one_server`), on the device of the ``server`` that is tuned, and without their
-    texts all others that it was sent meanwhile: they arrived as they did, in the batches that they
-    were in. ``tell`` is told how many were left out.
-
-    Doing it again with the same ``key`` finds the recording made before. Raises TraceError where
-    nothing was recorded, or only what an engine sampled, which nothing decodes again here.
-    """
     complete = store.list_recordings(pair_id, state="complete", with_counts=False)
-    ready = next((r for r in complete if r.options.get("gathered") == key), None)
+    ready = next((r for r in complete if r.options.get("sample") == key), None)
     if ready is not None:
-        return ready.id
+        return store.get_recording(ready.id)
     moment = store.clock() - since if isinstance(since, timedelta) else since
     traffic: Sequence[Traffic] = store.traffic_since(pair_id, moment)
     served: Sequence[Traffic] = ()
@@ -258,7 +240,7 @@ def gather(
             "`record`, or `run --record`"
         )
     chosen = of_one_sampling(ours, tell)
-    number, most = sum(row.texts for row in chosen), sample or SAMPLE
+    number, most = sum(row.texts for row in chosen), limit or SAMPLED
     names = [row.recording.id for row in chosen]
     if engine is not None:
         picked = [*store.request_keys(names, moment, last=most)]
@@ -272,72 +254,48 @@ def gather(
             f"recorded traffic has {number} requests: this takes {which} {len(picked)} "
             "(`tune --limit` says how many)"
         )
-    first = moment if len(picked) == number else picked[-1].ended_at
-    items = _copied(store, picked, served, first, tell)
-    if not any(request.trajectory.tokens is not None for request in items):
+    readable = _readable(store, picked, tell)
+    if not readable:
         raise TraceError(f"all that was sampled of pair {pair_id} is damaged; `db check` lists it")
+    load = set[RequestKey]()
+    if served:
+        first = moment if len(picked) == number else picked[-1].ended_at
+        of_server = [row.recording.id for row in served]
+        load = {*store.request_keys(of_server, first, last=MOST_ARRIVALS, with_text=False)}
     latest = chosen[0].recording
-    options = {**latest.options, "gathered": key}
-    longest = max(r.trajectory.max_new_tokens for r in items if r.trajectory.tokens is not None)
-    asked = Asked(
-        pair_id, None, latest.sampling, longest, latest.verifier, options, source="gathered"
-    )
-    info = store.create_recording(asked)
-    store.append_trajectories(
-        info.id, [(n, request.trajectory, request.steps) for n, request in enumerate(items)]
-    )
-    panoramas = [(n, panorama) for n, r in enumerate(items) for panorama in r.panoramas.values()]
-    store.put_panoramas(info.id, panoramas)
-    store.finish_recording(info.id)
-    return info.id
+    options, longest = {**latest.options, "sample": key}, max(readable.values())
+    sampled = latest.sampling, longest, latest.verifier, options, SAMPLE
+    listed = [
+        Listed(of.recording, of.ordinal, of in readable, of in load or not served)
+        for of in sorted({*readable, *load}, key=lambda of: (of.ended_at, *of[:2]))
+    ]
+    return store.create_sample(Asked(pair_id, None, *sampled), listed)
 
 
-def _copied(
-    store: TraceStore,
-    picked: Sequence[RequestKey],
-    served: Sequence[Traffic],
-    since: datetime,
-    tell: Tell,
-) -> list[RecordedRequest]:
-    """The requests that were ``picked``, each text once, and of what one server ``served`` all
-    others that ended ``since`` a moment, without their texts; in the order in which they ended. Of
-    more than :data:`MOST_ARRIVALS` the last alone have their rounds."""
-    texts = {(key.recording, key.ordinal) for key in picked}
-    names = [row.recording.id for row in served]
-    has_rounds = dict.fromkeys(picked, not names)
-    if names:
-        last = store.request_keys(names, since, last=MOST_ARRIVALS, with_text=False)
-        has_rounds |= dict.fromkeys(last, True)
+def _readable(store: TraceStore, picked: Sequence[RequestKey], tell: Tell) -> dict[RequestKey, int]:
+    """The most new tokens of the requests whose texts can be read, each text once, the oldest of
+    equal ones; ``tell`` is called with what is damaged."""
     by_recording: dict[str, list[int]] = {}
-    for key in has_rounds:
+    for key in picked:
         by_recording.setdefault(key.recording, []).append(key.ordinal)
     damaged: list[Skipped] = []
-    how: dict[str, Any] = {"steps": True, "skipped": damaged, "with_text": False}
     found = {
-        (name, request.ordinal): request
+        (name, request.ordinal): request.trajectory
         for name, ordinals in by_recording.items()
-        for request in store.iterate(name, ordinals=ordinals, **how)
+        for request in store.iterate(name, (), ordinals=ordinals, skipped=damaged)
     }
-    items: list[RecordedRequest] = []
-    contents = set[tuple[str, bytes]]()
-    for key in sorted(has_rounds, key=lambda key: (key.ended_at, key.recording, key.ordinal)):
-        place = key.recording, key.ordinal
-        request = found.get(place)
-        if request is None:  # it is damaged, or was forgotten meanwhile
-            continue
-        text = request.trajectory
-        content = (text.request_id, b"" if text.tokens is None else text.output_ids.tobytes())
-        is_copied = place in texts and text.tokens is not None and content not in contents
-        if is_copied:
-            contents.add(content)
-        elif not names:
-            continue
-        else:
-            request = replace(request, trajectory=text.without_text(), panoramas={})
-        items.append(request if has_rounds[key] else replace(request, steps=()))
     for chunk in damaged:
         tell(f"left out: {chunk}")
-    return items
+    readable: dict[RequestKey, int] = {}
+    contents = set[tuple[str, bytes]]()
+    for key in sorted(picked, key=lambda key: (key.ended_at, *key[:2])):
+        text = found.get(key[:2])
+        if text is not None:
+            content = text.request_id, text.output_ids.tobytes()
+            if content not in contents:
+                readable[key] = text.max_new_tokens
+            contents.add(content)
+    return readable
 
 
 def suits(recording: Recording, server: ServerTuned) -> bool:

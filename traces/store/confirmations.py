@@ -9,6 +9,7 @@ from collections.abc import Collection
 from sqlalchemy import or_, select, update
 
 from spectune.traces.store import TraceStore
+from spectune.traces.store.recordings import Place
 from spectune.traces.tables import Recording, Trajectory
 
 
@@ -16,18 +17,25 @@ def count_confirmation(store: TraceStore, recording: str, ordinals: Collection[i
     """Counts a confirmation on these requests of a recording, and returns how many there had been
     on any of them, whatever recording of this pair and workload they were in."""
     t, r = Trajectory, Recording
+    places = store.text_places(recording)
+    held = {places[n] for n in ordinals if n in places}
+    stored_in = {name for name, _ in held}
     with store.database.write() as session:
-        info = session.get_one(r, recording)
-        same = [r.id == info.id]
-        if info.workload_id is not None:
-            same.append(r.workload_id == info.workload_id)
-        query = select(t.recording_id, t.ordinal, t.request_id, t.confirmations)
-        query = query.join(r, r.id == t.recording_id).where(r.pair_id == info.pair_id, or_(*same))
-        earlier, held = Counter[str](), set[str]()
-        for name, ordinal, request, count in session.execute(query):
-            earlier[request] += count
-            if name == info.id and ordinal in ordinals:
-                held.add(request)
-        these = (t.recording_id == info.id, t.ordinal.in_(sorted(ordinals)))
-        session.execute(update(t).where(*these).values(confirmations=t.confirmations + 1))
-        return max((earlier[request] for request in held), default=0)
+        pair = session.get_one(r, recording).pair_id
+        workloads = select(r.workload_id).where(r.id.in_(stored_in))
+        query = select(t.recording_id, t.ordinal, t.request_id, r.workload_id, t.confirmations)
+        query = query.join(r, r.id == t.recording_id).where(
+            r.pair_id == pair, or_(r.id.in_(stored_in), r.workload_id.in_(workloads))
+        )
+        earlier = Counter[Place]()  # by where it is stored, or its workload and its id there
+        counted = {}
+        for name, ordinal, request, workload, count in session.execute(query):
+            same = (name, ordinal) if workload is None else (workload, request)
+            earlier[same] += count
+            if (name, ordinal) in held:
+                counted[name, ordinal] = same
+        more = update(t).values(confirmations=t.confirmations + 1)
+        for stored in stored_in:
+            these = [ordinal for name, ordinal in held if name == stored]
+            session.execute(more.where(t.recording_id == stored, t.ordinal.in_(these)))
+        return max((earlier[same] for same in counted.values()), default=0)

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from sqlalchemy import Column, LargeBinary, insert, select
+from sqlalchemy import Column, LargeBinary, Select, insert, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from spectune.db.base import UtcDateTime
@@ -102,8 +102,8 @@ def _write_parquet(rows: Iterable[Row], file: BinaryIO) -> int:
 
 def export_recordings(store: TraceStore, recordings: Sequence[str], path: str | Path) -> int:
     """Writes whole recordings (ids) to a Parquet file: texts, panoramas and rounds, with their
-    pair, workload, policies and latency profiles; how many rows. Raises TraceError as
-    :func:`export_rows` does."""
+    pair, workload, policies and latency profiles; of a sample what it lists, as its own. Returns
+    how many rows. Raises TraceError as :func:`export_rows` does."""
     pa, pq = _pyarrow()
     blobs = sorted({c.name for table in _TABLES.values() for c in table.c if _is_blob(c)})
     types = [("table", pa.string()), ("columns", pa.string()), *((b, pa.binary()) for b in blobs)]
@@ -173,7 +173,11 @@ def _rows_of(session: Session, recording: str) -> Iterator[dict[str, Any]]:
     c = {name: table.c for name, table in _TABLES.items()}
     of = select(c["recording"].pair_id, c["recording"].workload_id)
     pair, workload = session.execute(of.where(c["recording"].id == recording)).one()
-    policies = select(REQUESTS.c.policy_id).where(REQUESTS.c.recording_id == recording)
+    v, sampled_request = REQUESTS.c, as_stored(tables.SampledRequest)
+    s = sampled_request.c
+    listed = select(s.recording_id, s.ordinal).where(s.sample_id == recording)
+    is_listed = tuple_(v.recording_id, v.ordinal).in_(listed)
+    policies = select(v.policy_id).where(or_(v.recording_id == recording, is_listed))
     chosen = {
         "pair": c["pair"].id == pair,
         "workload": c["workload"].id == workload,
@@ -187,10 +191,36 @@ def _rows_of(session: Session, recording: str) -> Iterator[dict[str, Any]]:
         query = select(table).where(chosen[name])
         if name in ("trajectory", "panorama"):
             query = query.order_by(table.c.ordinal)
-        for row in session.execute(query.execution_options(yield_per=_ROWS)).mappings():
+        rows: Iterable[Row] = _mappings(session, query)
+        if name in ("trajectory", "panorama"):
+            at = (s.recording_id == table.c.recording_id) & (s.ordinal == table.c.ordinal)
+            query = select(table, s.number, s.is_text, s.is_load).join(sampled_request, at)
+            query = query.where(s.sample_id == recording).order_by(s.number)
+            sampled = (_as_listed(recording, row) for row in _mappings(session, query))
+            rows = chain(rows, filter(None, sampled))
+        for row in rows:
             blobs = {column.name: row[column.name] for column in table.c if _is_blob(column)}
             columns = {key: value for key, value in row.items() if key not in blobs}
             yield {"table": name, "columns": json.dumps(plain(columns)), **blobs}
+
+
+def _mappings(session: Session, query: Select[Any]) -> Iterable[Row]:
+    return session.execute(query.execution_options(yield_per=_ROWS)).mappings()
+
+
+def _as_listed(sample: str, listed: Row) -> dict[str, Any] | None:
+    """The row of a request or a panorama as if it were stored in a sample that lists it: without
+    the text, or the rounds, that are not of it. None for a panorama of such a text."""
+    row = dict(listed)
+    row |= {"recording_id": sample, "ordinal": row.pop("number")}
+    is_text, is_load = row.pop("is_text"), row.pop("is_load")
+    if "trie" in row:
+        return row if is_text else None
+    if not is_text:
+        row["tokens"] = None
+    if not is_load:
+        row["steps"] = None
+    return row
 
 
 def _values(table: Any, row: Row) -> dict[str, Any]:

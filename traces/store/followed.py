@@ -154,9 +154,9 @@ class Followed(Storage):
         before: datetime | None = None,
         most_bytes: int | None = None,
     ) -> int:
-        """Removes requests of what was followed of these pairs, and of copies that tunings gathered
-        of it, oldest first: those that ended ``before`` a moment (copies: were made), and those
-        beyond ``most_bytes`` of texts, rounds and panoramas. Returns how many."""
+        """Removes requests of what was followed of these pairs, also from the samples that list
+        them, oldest first: those that ended ``before`` a moment, and those beyond ``most_bytes`` of
+        texts, rounds and panoramas. Returns how many."""
         with self.database.read() as session:
             names = self._recordings_of(session, pair_ids)
             excess = 0 if most_bytes is None else self._bytes(session, names) - most_bytes
@@ -188,14 +188,9 @@ class Followed(Storage):
             return self._bytes(session, self._recordings_of(session, pair_ids))
 
     def _recordings_of(self, session: Session, pair_ids: Collection[str]) -> list[str]:
-        f, r = FollowedServer, Recording
-        ids = {
-            name
-            for names in session.scalars(select(f.recordings).where(f.pair_id.in_(pair_ids)))
-            for name in names.values()
-        }
-        gathered = select(r.id).where(r.source == "gathered", r.pair_id.in_(pair_ids))
-        return sorted(ids | set(session.scalars(gathered)))
+        f = FollowedServer
+        by_server = session.scalars(select(f.recordings).where(f.pair_id.in_(pair_ids)))
+        return sorted({name for names in by_server for name in names.values()})
 
     def _bytes(self, session: Session, names: Collection[str]) -> int:
         t, p = Trajectory, Panorama

@@ -93,10 +93,11 @@ def prune(
     and is not among the newest ``keep_last``, with all that belongs to it: by kind, the ids
     ``removed`` and ``spared``.
 
-    Spared unless ``force`` is what the evidence or the policy of a publication names, and the
-    newest profile of each pair, device and dtype. The age of a recording is that of its last text;
-    an unfinished one is :data:`STILL_WRITTEN` for a day. Raises TraceError where nothing says what
-    to remove, or a name and a rule do, or what is named is spared.
+    Spared unless ``force`` is what the evidence or the policy of a publication names, of a sample
+    also the recordings that it was taken of, and the newest profile of each pair, device and dtype.
+    The age of a recording is that of its last text; an unfinished one is :data:`STILL_WRITTEN` for
+    a day. Raises TraceError where nothing says what to remove, or a name and a rule do, or what is
+    named is spared.
     """
     if bool(named) == (before is not None or keep_last is not None):
         raise TraceError(
@@ -108,6 +109,9 @@ def prune(
             # Whoever writes to a recording is waited for: what he writes may be why it stays.
             session.execute(select(KINDS["recordings"].c.id).with_for_update()).all()
         needed = set() if force else {*_published(session), *_newest_profiles(session)}
+        s = tables.SampledRequest
+        sampled = session.execute(select(s.sample_id, s.recording_id).distinct())
+        needed |= {recording for sample, recording in sampled if sample in needed}
         for kind in kinds:
             if named:
                 of_kind = select(KINDS[kind].c.id).where(KINDS[kind].c.id.in_(named))

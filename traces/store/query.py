@@ -30,7 +30,14 @@ from spectune.traces.acceptance import FirstPosition, Survival
 from spectune.traces.blobs import Damaged
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredPolicy, Trajectory
+from spectune.traces.tables import (
+    NO_TRAFFIC,
+    Panorama,
+    Recording,
+    SampledRequest,
+    StoredPolicy,
+    Trajectory,
+)
 from spectune.traces.views import ACCEPTANCE, IN_FORCE, REQUESTS
 
 Row = dict[str, Any]
@@ -59,7 +66,8 @@ class TraceFilter:
     ``until`` (exclusive) bound the moment at which a request was stored; a timedelta is so long
     ago. ``draft`` must have a panorama of the request; ``min_acceptance`` and ``max_acceptance``
     (inclusive) bound its acceptance there, or without ``draft`` the mean of all drafts'. Where
-    neither ``recordings`` nor ``source`` is given, the :data:`NO_TRAFFIC` is left out.
+    neither ``recordings`` nor ``source`` is given, the :data:`NO_TRAFFIC` is left out. The requests
+    of a sample are rows of the recordings that they are stored in.
     """
 
     recordings: tuple[str, ...] = ()
@@ -79,7 +87,7 @@ EVERYTHING: Final = TraceFilter()
 
 
 def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
-    """Recordings that hold a matching request (or, without conditions on requests, match
+    """Recordings that hold or list a matching request (or, without conditions on requests, match
     themselves), newest first."""
     named = {store.resolve_recording(name) for name in only.recordings}
     found = [
@@ -91,9 +99,13 @@ def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[
     ]
     if replace(only, recordings=(), pair=None, source=None) == EVERYTHING:
         return tuple(found)
-    query = select(REQUESTS.c.recording_id).where(*conditions_of(store, REQUESTS, only)).distinct()
+    c, s = REQUESTS.c, SampledRequest
+    conditions = conditions_of(store, REQUESTS, only)
+    query = select(c.recording_id).where(*conditions).distinct()
+    matching = select(c.recording_id, c.ordinal).where(*conditions)
+    listing = select(s.sample_id).where(tuple_(s.recording_id, s.ordinal).in_(matching)).distinct()
     with store.database.read() as session:
-        held = set(session.scalars(query))
+        held = {*session.scalars(query), *session.scalars(listing)}
     return tuple(info for info in found if info.id in held)
 
 
@@ -301,7 +313,7 @@ def conditions_of(
     of_policy = _is_policy(only)
     decoded = select(REQUESTS.c.recording_id, REQUESTS.c.ordinal).where(of_policy)
     meanings: dict[str, Callable[[Any], ColumnElement[bool]]] = {
-        "recordings": lambda names: c.recording_id.in_([*map(store.resolve_recording, names)]),
+        "recordings": lambda names: _is_of(store, view, [*map(store.resolve_recording, names)]),
         "request": lambda name: c.request_id == name,
         "pair": lambda name: c.pair_id.startswith(name, autoescape=True),
         "categories": c.category.in_,
@@ -324,6 +336,16 @@ def conditions_of(
     if not only.recordings and only.source is None:
         conditions.append(c.source.not_in(NO_TRAFFIC))
     return conditions
+
+
+def _is_of(store: TraceStore, view: FromClause, recordings: list[str]) -> ColumnElement[bool]:
+    """Whether a request is stored in one of these recordings, or is one that these list."""
+    c, s = view.c, SampledRequest
+    listed = select(s.recording_id, s.ordinal).where(s.sample_id.in_(recordings))
+    with store.database.read() as session:
+        is_sampled = session.execute(listed.limit(1)).first() is not None
+    own = c.recording_id.in_(recordings)
+    return or_(own, tuple_(c.recording_id, c.ordinal).in_(listed)) if is_sampled else own
 
 
 def _moment(store: TraceStore, moment: datetime | timedelta) -> datetime:

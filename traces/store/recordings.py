@@ -10,7 +10,7 @@ from datetime import datetime
 from operator import ge
 from typing import Any, Literal, NamedTuple, cast
 
-from sqlalchemy import func, select, update
+from sqlalchemy import Select, and_, func, select, tuple_, union_all, update
 from sqlalchemy.orm import Session, undefer
 
 from spectune.db import CorruptedChunkError, NotFoundError
@@ -27,11 +27,23 @@ from spectune.traces.recording import (
 )
 from spectune.traces.schema import SHORTLIST_MARK, Extent, Step, Verifier
 from spectune.traces.store.rows import Storage, insert, newest, require, resolve
-from spectune.traces.tables import NO_TRAFFIC, Panorama, Recording, StoredWorkload, Trajectory
+from spectune.traces.tables import (
+    NO_TRAFFIC,
+    SAMPLE,
+    Panorama,
+    Recording,
+    SampledRequest,
+    StoredWorkload,
+    Trajectory,
+)
 
 BATCH = 64
 """Requests read per query when iterating."""
+CHECKED = 500
+"""Requests of a sample that one query looks for."""
 Appended = tuple[int, Trajectory, Sequence[Step]]
+Place = tuple[str, int]
+"""Where a request is stored: a recording, and the ordinal there."""
 Deal = Callable[[Sequence[tuple[str, int, str | None]]], Sequence[str]]
 """Gives requests parts, by the category of each, the number of its conversation and the part that
 it has already."""
@@ -55,8 +67,21 @@ class RequestKey(NamedTuple):
     ended_at: datetime
 
 
+class Listed(NamedTuple):
+    """A request of a sample (:class:`SampledRequest`)."""
+
+    recording: str
+    ordinal: int
+    is_text: bool
+    is_load: bool
+
+
 class Recordings(Storage):
-    """Recordings, their trajectories, panoramas and executed rounds."""
+    """Recordings, their trajectories, panoramas and executed rounds.
+
+    The requests of a sample are named by their numbers in it, wherever they are stored: whoever
+    reads one, deals its requests or stores panoramas of them does that to the requests themselves.
+    """
 
     def create_recording(self, asked: Asked) -> Recording:
         """Begins a recording in state ``recording``. The pair and the workload must be stored
@@ -65,6 +90,26 @@ class Recordings(Storage):
         with self.database.write() as session:
             require(session, StoredWorkload, asked.workload_id)
             new = self._put_new(session, Recording, "rec", **columns, state="recording")
+            return counted(session, [session.get_one(Recording, new)])[0]
+
+    def create_sample(self, asked: Asked, requests: Sequence[Listed]) -> Recording:
+        """Stores a sample, complete at once, in one transaction; requests that were removed
+        meanwhile are left out."""
+        t = Trajectory
+        columns = {**vars(asked), "options": dict(asked.options), "asked_sha256": digest_of(asked)}
+        columns |= {"state": "complete", "finished_at": self.clock()}
+        with self.database.write() as session:
+            new = self._put_new(session, Recording, "rec", **columns)
+            for i in range(0, len(requests), CHECKED):
+                part = requests[i : i + CHECKED]
+                stored = select(t.recording_id, t.ordinal).where(_is_at([r[:2] for r in part]))
+                held = {*session.execute(stored.with_for_update(key_share=True, read=True)).all()}
+                session.add_all(
+                    SampledRequest(new, number, *request)
+                    for number, request in enumerate(part, i)
+                    if request[:2] in held
+                )
+                session.flush()
             return counted(session, [session.get_one(Recording, new)])[0]
 
     def find_recording(
@@ -91,7 +136,7 @@ class Recordings(Storage):
 
     def traffic_since(self, pair_id: str, since: datetime) -> tuple[Traffic, ...]:
         """What the recordings of a pair hold of traffic that was stored at ``since`` or later, the
-        latest first; a copy of it that was gathered is no more traffic.
+        latest first.
 
         It goes by the requests' moments and not the recording's: serving appends to one recording
         for days.
@@ -131,16 +176,16 @@ class Recordings(Storage):
 
     def served_requests(self, recordings: Collection[str]) -> list[ServedRequest]:
         """The requests of recordings of which rounds are stored, whether their text is or not, in
-        the order in which they ended. Damaged ones are left out."""
-        t = Trajectory
-        query = select(t.recording_id, t.ordinal, t.n_prompt, t.steps)
-        query = query.where(t.recording_id.in_(recordings), t.steps.is_not(None))
-        query = query.order_by(t.created_at, t.recording_id, t.ordinal)
+        the order in which they ended; of a sample those of its load. Damaged ones are left out."""
+        t, s = Trajectory, SampledRequest
+        own, listed = requests_of(recordings, t, t.n_prompt, t.steps, t.created_at)
+        both = union_all(own.where(t.steps.is_not(None)), listed.where(s.is_load)).subquery()
+        query = select(both).order_by(both.c.created_at, both.c.holder, both.c.number)
         with self.database.read() as session:
             rows = session.execute(query.execution_options(yield_per=1000))
             return [
-                ServedRequest(name, ordinal, n_prompt, steps)
-                for name, ordinal, n_prompt, steps in rows
+                ServedRequest(name, number, n_prompt, steps)
+                for name, number, n_prompt, steps, _ in rows
                 if steps is not None and not isinstance(steps, Damaged)
             ]
 
@@ -205,12 +250,17 @@ class Recordings(Storage):
         with self.database.read() as session:
             return frozenset(session.scalars(query))
 
+    def text_places(self, recording: str) -> dict[int, Place]:
+        """Where the requests that have a text are stored, damaged ones too, by ordinal, in
+        order."""
+        t = Trajectory
+        with self.database.read() as session:
+            rows = session.execute(_texts_of(recording, t.recording_id, t.ordinal))
+            return {number: (name, ordinal) for _, number, name, ordinal in rows}
+
     def text_ordinals(self, recording: str) -> tuple[int, ...]:
         """The ordinals of the requests that have a text, damaged ones too, in order."""
-        t = Trajectory
-        query = select(t.ordinal).where(t.recording_id == recording, t.tokens.is_not(None))
-        with self.database.read() as session:
-            return tuple(session.scalars(query.order_by(t.ordinal)))
+        return tuple(self.text_places(recording))
 
     def request_parts(self, recording: str, deal: Deal) -> dict[int, str]:
         """The part of every request with a text by ordinal, in order; of damaged ones too. Those
@@ -218,23 +268,25 @@ class Recordings(Storage):
         Takes the recording as :meth:`get_recording` does."""
         t = Trajectory
         name = self.resolve_recording(recording)
-        dealt = select(t.ordinal, t.part).order_by(t.ordinal)
-        dealt = dealt.where(t.recording_id == name, t.tokens.is_not(None))
         with self.database.read() as session:
-            stored = session.execute(dealt).all()
-        parts = {ordinal: part for ordinal, part in stored if part is not None}
+            stored = session.execute(_texts_of(name, t.part)).all()
+        parts = {number: part for _, number, part in stored if part is not None}
         if len(parts) == len(stored):
             return parts
-        whole = dealt.with_only_columns(t.ordinal, t.category, t.part, t.request_id, t.tokens)
+        columns = (t.category, t.part, t.request_id, t.tokens, t.recording_id, t.ordinal)
         with self.database.write() as session:
             _locked(session, name)
-            rows = session.execute(whole).all()
+            rows = session.execute(_texts_of(name, *columns)).all()
             texts = [None if isinstance(row.tokens, Damaged) else row.tokens for row in rows]
             numbers = conversations([row.request_id for row in rows], texts).tolist()
             of = [(row.category, n, row.part) for row, n in zip(rows, numbers, strict=True)]
-            parts = {row.ordinal: part for row, part in zip(rows, deal(of), strict=True)}
+            parts = {row.number: part for row, part in zip(rows, deal(of), strict=True)}
             new = [
-                {"recording_id": name, "ordinal": row.ordinal, "part": parts[row.ordinal]}
+                {
+                    "recording_id": row.recording_id,
+                    "ordinal": row.ordinal,
+                    "part": parts[row.number],
+                }
                 for row in rows
                 if row.part is None
             ]
@@ -245,33 +297,36 @@ class Recordings(Storage):
     def put_panoramas(self, recording: str, items: Sequence[tuple[int, Panorama]]) -> int:
         """Stores what drafts would propose along trajectories, in one transaction, in place of what
         was stored of the same, unless another recorder stored that and more meanwhile; how many
-        were stored. Raises :class:`TraceError` when one does not fit its trajectory."""
-        t, p, rows = Trajectory, Panorama, []
+        were stored. Raises :class:`TraceError` when one does not fit its trajectory. Those of a
+        sample whose request was removed meanwhile are left out."""
+        t, p, s, rows = Trajectory, Panorama, SampledRequest, []
         first, last = (of((n for n, _ in items), default=0) for of in (min, max))
-        of_text = select(t.ordinal, t.n_output, t.verifier).where(t.recording_id == recording)
+        own, listed = requests_of([recording], t, t.n_output, t.verifier, t.recording_id, t.ordinal)
+        of_text = union_all(
+            own.where(t.ordinal.between(first, last)), listed.where(s.number.between(first, last))
+        )
         with self.database.write() as session:
-            _locked(session, recording)
-            found = session.execute(of_text.where(t.ordinal.between(first, last)))
-            texts = {n: text for n, *text in found}
+            is_sample = _locked(session, recording).source == SAMPLE
+            texts = {n: text for _, n, *text in session.execute(of_text)}
             held = {
                 (n, draft): extent
                 for draft in {panorama.draft for _, panorama in items}
-                for n, *extent in session.execute(
-                    _extents(recording, draft).where(p.ordinal.between(first, last))
-                )
+                for _, n, *extent in session.execute(_extents(recording, draft, first, last))
             }
             for ordinal, panorama in items:
                 if _holds_more(held.get((ordinal, panorama.draft)), panorama):
                     continue
                 if ordinal not in texts:
+                    if is_sample:
+                        continue
                     raise NotFoundError(f"recording {recording} has no trajectory {ordinal}")
-                length, verifier = texts[ordinal]
+                length, verifier, *place = texts[ordinal]
                 if length != panorama.positions:
                     raise TraceError(
                         f"a panorama of {panorama.positions} positions does not fit trajectory "
                         f"{ordinal} of {recording}, which has {length} tokens"
                     )
-                key = {"recording_id": recording, "ordinal": ordinal}
+                key = dict(zip(("recording_id", "ordinal"), place, strict=True))
                 rows.append({**_summary(panorama, cast(Verifier, verifier)), **key})
             if rows:
                 statement = insert(session, p.__table__)
@@ -288,7 +343,7 @@ class Recordings(Storage):
         with self.database.read() as session:
             have = {
                 ordinal
-                for ordinal, *extent in session.execute(_extents(recording, draft))
+                for _, ordinal, *extent in session.execute(_extents(recording, draft))
                 if all(map(ge, extent, (gamma_max, width, depth)))
             }
         return tuple(n for n in self.text_ordinals(recording) if n not in have)
@@ -323,17 +378,13 @@ class Recordings(Storage):
         steps: bool = False,
         ordinals: Collection[int] | None = None,
         skipped: list[Skipped] | None = None,
-        with_text: bool = True,
     ) -> Iterator[RecordedRequest]:
-        """The requests that have a text, in order, a batch in memory at a time; without
-        ``with_text`` all of those ``ordinals``. Damaged blobs raise, or go to ``skipped`` if it is
-        given."""
+        """The requests that have a text, in order, a batch in memory at a time. Damaged blobs
+        raise, or go to ``skipped`` if it is given."""
         t, p = Trajectory, Panorama
-        chosen = self.text_ordinals(recording) if ordinals is None else sorted(ordinals)
-        texts = select(t).where(t.recording_id == recording).order_by(t.ordinal)
-        if with_text:
-            texts = texts.where(t.tokens.is_not(None))
-        tries = select(p).where(p.recording_id == recording).order_by(p.draft)
+        places = self.text_places(recording)
+        chosen = [n for n in (places if ordinals is None else sorted(ordinals)) if n in places]
+        texts, tries = select(t), select(p).order_by(p.draft)
         if steps:
             texts = texts.options(undefer(t.steps))
         if drafts is not None:
@@ -349,18 +400,21 @@ class Recordings(Storage):
 
         for i in range(0, len(chosen), BATCH):
             batch = chosen[i : i + BATCH]
-            panoramas: dict[int, dict[str, Panorama]] = {}
+            at = [places[n] for n in batch]
+            panoramas: dict[Place, dict[str, Panorama]] = {}
             with self.database.read() as session:
-                trajectories = session.scalars(texts.where(t.ordinal.in_(batch))).all()
-                for row in session.scalars(tries.where(p.ordinal.in_(batch))):
-                    panoramas.setdefault(row.ordinal, {})[row.draft] = row
-            for text in trajectories:
-                n = text.ordinal
-                if not usable(text.tokens, n, "its token ids"):
+                rows = session.scalars(texts.where(_is_at(at)))
+                stored = {(row.recording_id, row.ordinal): row for row in rows}
+                for row in session.scalars(tries.where(_is_at(at, p))):
+                    panoramas.setdefault((row.recording_id, row.ordinal), {})[row.draft] = row
+            for n, place in zip(batch, at, strict=True):
+                text = stored.get(place)
+                # It may have been removed since its place was read.
+                if text is None or not usable(text.tokens, n, "its token ids"):
                     continue
                 good = {
                     draft: panorama
-                    for draft, panorama in panoramas.get(n, {}).items()
+                    for draft, panorama in panoramas.get(place, {}).items()
                     if usable(panorama.trie, n, f"panorama of draft {draft!r}", draft)
                 }
                 rounds = (text.steps if steps else None) or ()
@@ -370,23 +424,29 @@ class Recordings(Storage):
 
 
 def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recording, ...]:
-    """The recordings, with the counts of what they hold, in two queries however many there are."""
-    t, p, ids = Trajectory, Panorama, [recording.id for recording in recordings]
-    texts = func.count().filter(t.tokens.is_not(None))
-    sums = select(t.recording_id, func.count(), texts, func.sum(t.n_output))
-    requests = {
-        name: (count, with_text, int(tokens))
-        for name, count, with_text, tokens in session.execute(
-            sums.where(t.recording_id.in_(ids)).group_by(t.recording_id)
-        )
-    }
-    least = (func.min(column) for column in (p.gamma_max, p.width, p.depth))
-    extents = select(p.recording_id, p.draft, func.count(), *least).order_by(p.draft)
-    extents = extents.where(~p.draft.contains(SHORTLIST_MARK))
+    """The recordings, with the counts of what they hold or list, in four queries at most."""
+    t, p, s = Trajectory, Panorama, SampledRequest
+    samples = [recording.id for recording in recordings if recording.source == SAMPLE]
+    ids = [recording.id for recording in recordings]
+    is_text, length = t.tokens.is_not(None), func.sum(t.n_output)
+    count, texts = func.count(), func.count().filter(is_text)
+    sums = select(t.recording_id, count, texts, length).group_by(t.recording_id)
+    listed = select(s.sample_id, count, func.count().filter(is_text, s.is_text), length)
+    of_samples = listed.join(t, _stored_as(t)).group_by(s.sample_id).where(s.sample_id.in_(samples))
+    requests: dict[str, tuple[int, int, int]] = {}
+    for query in (sums.where(t.recording_id.in_(ids)), *([of_samples] if samples else ())):
+        for name, number, with_text, tokens in session.execute(query):
+            requests[name] = number, with_text, int(tokens)
+    extent = p.draft, count, func.min(p.gamma_max), func.min(p.width), func.min(p.depth)
+    whole = ~p.draft.contains(SHORTLIST_MARK)
+    by_draft = select(p.recording_id, *extent).group_by(p.recording_id, p.draft).order_by(p.draft)
+    by_draft = by_draft.where(p.recording_id.in_(ids), whole)
+    of_samples = select(s.sample_id, *extent).group_by(s.sample_id, p.draft).order_by(p.draft)
+    of_samples = of_samples.join(p, _stored_as(p)).where(s.sample_id.in_(samples), s.is_text, whole)
     drafts: dict[str, dict[str, Extent]] = {}
-    by_draft = extents.where(p.recording_id.in_(ids)).group_by(p.recording_id, p.draft)
-    for name, draft, *extent in session.execute(by_draft):
-        drafts.setdefault(name, {})[draft] = Extent(*extent)
+    for query in (by_draft, *([of_samples] if samples else ())):
+        for name, draft, *sizes in session.execute(query):
+            drafts.setdefault(name, {})[draft] = Extent(*sizes)
     for recording in recordings:
         of = requests.get(recording.id, (0, 0, 0))
         recording.n_requests, recording.n_texts, recording.n_output_tokens = of
@@ -415,13 +475,17 @@ def digest_of(asked: Asked) -> str:
 
 
 def _locked(session: Session, recording: str) -> Recording:
-    """The recording; other writers of it, and its removal, wait until the transaction ends. Raises
-    NotFoundError."""
+    """The recording; other writers of it, of a sample also of the recordings whose requests it
+    lists, and its removal, wait until the transaction ends. Raises NotFoundError."""
     row = session.get(Recording, recording, with_for_update={"key_share": True})
     if row is None:
         raise NotFoundError(
             f"there is no recording {recording!r}; `traces list` shows those there are"
         )
+    if row.source == SAMPLE:
+        of = select(SampledRequest.recording_id).where(SampledRequest.sample_id == recording)
+        others = select(Recording.id).where(Recording.id.in_(of)).order_by(Recording.id)
+        session.execute(others.with_for_update(key_share=True)).all()
     return row
 
 
@@ -431,11 +495,50 @@ def _holds_more(held: Sequence[Any] | None, p: Panorama) -> bool:
     return held is not None and held != size and all(map(ge, held, size))
 
 
-def _extents(recording: str, draft: str) -> Any:
-    """Selects what the panoramas of a draft hold: ordinal, gamma_max, width, depth."""
-    p = Panorama
-    columns = (p.ordinal, p.gamma_max, p.width, p.depth)
-    return select(*columns).where(p.recording_id == recording, p.draft == draft)
+def requests_of(
+    recordings: Collection[str], of: type[Trajectory | Panorama], *columns: Any
+) -> tuple[Select[Any], Select[Any]]:
+    """Selects columns of requests: of those stored in these recordings, and of those that these
+    list as samples, each after the recording (``holder``) and the number there (``number``)."""
+    s = SampledRequest
+    own = select(of.recording_id.label("holder"), of.ordinal.label("number"), *columns)
+    listed = select(s.sample_id.label("holder"), s.number.label("number"), *columns)
+    return (
+        own.where(of.recording_id.in_(recordings)),
+        listed.join(of, _stored_as(of)).where(s.sample_id.in_(recordings)),
+    )
+
+
+def _stored_as(of: type[Trajectory | Panorama]) -> Any:
+    """Joins what a sample lists with where it is stored."""
+    s = SampledRequest
+    return and_(of.recording_id == s.recording_id, of.ordinal == s.ordinal)
+
+
+def _is_at(places: Sequence[Place], of: type[Trajectory | Panorama] = Trajectory) -> Any:
+    """Whether a request is one of those that are stored at these places."""
+    return tuple_(of.recording_id, of.ordinal).in_(places)
+
+
+def _texts_of(recording: str, *columns: Any) -> Any:
+    """Selects columns of the requests of a recording that have a text, in order, as
+    :func:`requests_of` does."""
+    t = Trajectory
+    own, listed = requests_of([recording], t, *columns)
+    is_text = t.tokens.is_not(None)
+    listed = listed.where(SampledRequest.is_text, is_text)
+    return union_all(own.where(is_text), listed).order_by("number")
+
+
+def _extents(recording: str, draft: str, first: int = 0, last: int = 2**31 - 1) -> Any:
+    """Selects what the panoramas of a draft hold, of the requests from the ``first`` to the
+    ``last``: holder, number, gamma_max, width, depth."""
+    p, s = Panorama, SampledRequest
+    own, listed = requests_of([recording], p, p.gamma_max, p.width, p.depth)
+    return union_all(
+        own.where(p.draft == draft, p.ordinal.between(first, last)),
+        listed.where(p.draft == draft, s.number.between(first, last)),
+    )
 
 
 _OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens", "finish")
