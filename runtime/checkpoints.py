@@ -240,27 +240,23 @@ def _safetensors_header(opened: BinaryIO) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------- configurations
 
-NEUTRAL: Mapping[float | None, str] = {
-    1: "repetition_penalty encoder_repetition_penalty guidance_scale num_beams typical_p",
-    0: "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens min_p "
-    "epsilon_cutoff eta_cutoff token_healing",
-    None: "bad_words_ids begin_suppress_tokens exponential_decay_length_penalty max_time "
-    "forced_bos_token_id forced_eos_token_id sequence_bias stop_strings suppress_tokens top_h "
-    "watermarking_config",
-}
-"""Keys of a generation_config that change texts and are no options here, by the value that, like
-null and an empty list, asks for nothing."""
+KNOWN = frozenset((
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("cache_implementation", "transformers_version", "use_cache"),
+))  # fmt: skip
+"""Keys of a generation_config that are options here, or change no text."""
 
 
 def ignored_settings(path: str) -> list[str]:
-    """A line on what a target's generation_config asks of its texts and is not done; none where it
-    asks for nothing else than is done."""
+    """A line on what a target's generation_config sets and is not done; none where it sets nothing
+    else. What begins with ``_`` is about the file."""
     config = read_config(checkpoint(path), GENERATION)
     settings = sorted(
-        f"{key} {config[key]}"
-        for neutral, keys in NEUTRAL.items()
-        for key in keys.split()
-        if config.get(key) not in (None, [], neutral)
+        f"{key} {value}"
+        for key, value in config.items()
+        if key not in KNOWN and not key.startswith("_")
+        if value is not None and value is not False and value != []
     )
     line = f"ignored of the target's generation_config: {', '.join(settings)}"
     return [line] if settings else []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +157,18 @@ def _no_template(request: Request) -> WorkloadError:
     )
 
 
+_THROUGH_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+(\w+\.|\w+\[['"])?content\b""")
+"""Where a template goes through the parts of a message's content."""
+_OF_A_TEXT = re.compile(r"\bis\s+(not\s+)?string\b")
+"""Where such a template takes a text, too."""
+
+
 def _messages(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
     """A request as its template reads it. A message of several texts is handed over in parts where
     the template goes through parts, and else as vLLM writes it, a line break between them."""
-    takes_text, takes_parts = _content_forms(tokenizer, str(tokenizer.chat_template))
+    template = str(tokenizer.chat_template)
+    takes_parts = _THROUGH_PARTS.search(template) is not None
+    takes_text = not takes_parts or _OF_A_TEXT.search(template) is not None
     messages = []
     for message in request.chat():
         texts = message_texts(message)
@@ -171,23 +177,6 @@ def _messages(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
             content = [{"type": "text", "text": text} for text in texts]
         messages.append({**message, "content": content})
     return messages
-
-
-@lru_cache(maxsize=8)
-def _content_forms(tokenizer: Any, template: str) -> tuple[bool, bool]:
-    """Whether a tokenizer's template takes a message's content as a text, and whether in parts,
-    which trying shows."""
-
-    def written(content: Any) -> str:
-        with suppress(Exception):  # whatever a template raises that cannot read this
-            messages = [{"role": "user", "content": content}]
-            return str(tokenizer.apply_chat_template(messages, tokenize=False))
-        return ""
-
-    probe = "a text of ours"
-    parts = written([{"type": "text", "text": probe}])
-    as_it_is = re.search("""['"]text['"]""", parts)  # the list itself, written out
-    return probe in written(probe), probe in parts and as_it_is is None
 
 
 def load_codec(spec: PairSpec) -> TextCodec:

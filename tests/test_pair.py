@@ -289,14 +289,14 @@ def test_a_hub_name_needs_no_organisation_and_its_revision_is_in_the_id(
 def test_what_a_generation_config_asks_beside_sampling_is_named_and_ignored(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Once a command; the text is that of the pair without it. What is an option here, or asks for
-    nothing, is not named."""
+    """Once a command; the text is that of the pair without it. What is an option here, or no
+    setting, is not named."""
     (tmp_path / "w.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
     door = Door(str(tmp_path / "runs.db"))
     run = ("run", "--pair", folder, "--workload", tmp_path / "w.jsonl", "--max-new-tokens", 12)
     file = folder / "target" / "generation_config.json"
-    add(file, temperature=0.6, top_k=20, min_p=None, num_beams=1, no_repeat_ngram_size=0)
-    add(file, _commit_hash="0a", chat_format="chatml", num_assistant_tokens=20, length_penalty=2.0)
+    add(file, temperature=0.6, top_k=20, min_p=None, stop_strings=[], use_cache=False)
+    add(file, _commit_hash="0a", transformers_version="5.0")
     plain = door.call(*run, "--outputs", tmp_path / "plain.jsonl")
     assert plain.exit_code == 0
     assert "ignored" not in plain.stderr
