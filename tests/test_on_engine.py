@@ -55,7 +55,7 @@ def started(
             fake = running.enter_context(served(tmp_path / f"server{len(wants)}", pair, draft))
             return RunningServer(fake.url, fake.folder, spec)
 
-        for module in ("commands.decoding", "engine_profile"):
+        for module in ("commands.decoding", "recording.engine_profile"):
             monkeypatch.setattr(f"spectune.optimizer.{module}.start", start)
         yield wants
 
