@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -274,14 +274,21 @@ def rounds_files(folder: Path) -> dict[str, dict[int, Path]]:
     return boots
 
 
-def read_lines(path: Path, offset: int) -> list[tuple[bytes, int]]:
-    """The lines from ``offset`` on that are ended, about :data:`CHUNK` bytes, each with the offset
-    after it. Raises OSError."""
+class Line(NamedTuple):
+    """A line of a file, and the bytes of it that it begins and ends at."""
+
+    text: bytes
+    start: int
+    end: int
+
+
+def read_lines(path: Path, offset: int) -> list[Line]:
+    """The lines from ``offset`` on that are ended, about :data:`CHUNK` bytes. Raises OSError."""
     with path.open("rb") as file:
         file.seek(offset)
-        lines = [line for line in file.readlines(CHUNK) if line.endswith(b"\n")]
-    ends = accumulate(map(len, lines), initial=offset)
-    return list(zip(lines, list(ends)[1:], strict=True))
+        texts = [text for text in file.readlines(CHUNK) if text.endswith(b"\n")]
+    places = pairwise(accumulate(map(len, texts), initial=offset))
+    return [Line(text, *place) for text, place in zip(texts, places, strict=True)]
 
 
 class Tail:

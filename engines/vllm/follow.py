@@ -20,6 +20,7 @@ import zstandard
 
 from spectune.db.database_errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.engines.vllm.folder import (
+    Line,
     NotedRequest,
     ServerDescription,
     parse_line,
@@ -36,6 +37,7 @@ from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.followed import Arrivals, Arrived, FilePlace
 from spectune.traces.store.recordings import digest_of
+from spectune.traces.store.rows import put_apart
 from spectune.traces.tables import FollowedServer
 from spectune.traces.text import one_line
 
@@ -212,7 +214,7 @@ class Follower:
         row = self._boot(boot, files).row
         lines = read_lines(files[row.file], row.bytes) if row.file in files else []
         if lines:
-            return self._bring_lines(boot, FilePlace(row.file, row.bytes), lines)
+            return self._bring_lines(boot, row.file, lines)
         following = next((n for n in files if n > row.file), None)
         if following is None:
             return False
@@ -221,44 +223,39 @@ class Follower:
             self._tell(f"server {boot}: {lost} were removed before they were in")
         return self._store(boot, FilePlace(following, 0), Arrivals())
 
-    def _bring_lines(self, boot: str, start: FilePlace, lines: Sequence[tuple[bytes, int]]) -> bool:
+    def _bring_lines(self, boot: str, file: int, lines: Sequence[Line]) -> bool:
         """Brings lines in, in one transaction, or where the database refuses what is in them each
         in its own; whether they are in."""
-        end, before = FilePlace(start.file, lines[-1][1]), self._named_lines
-        try:
-            return self._store(boot, end, self._arrivals(boot, start, lines))
-        except (UnavailableError, NotFoundError):
-            raise
-        # what a request holds decides what is raised, and those around it are to be brought in
-        except Exception as error:
-            self._named_lines = before
-            if len(lines) == 1:
-                self._name_line(boot, start, str(error))
-                return self._store(boot, end, Arrivals(skipped=1))
-        starts = [start, *(FilePlace(start.file, end) for _, end in lines)]
-        return all(
-            self._bring_lines(boot, at, [line]) for at, line in zip(starts, lines, strict=False)
-        )
 
-    def _arrivals(
-        self, boot: str, start: FilePlace, lines: Sequence[tuple[bytes, int]]
-    ) -> Arrivals:
+        def put(part: Sequence[Line]) -> bool:
+            before, end = self._named_lines, FilePlace(file, part[-1].end)
+            try:
+                return self._store(boot, end, self._arrivals(boot, file, part))
+            except Exception:
+                self._named_lines = before
+                raise
+
+        def skip(line: Line, error: Exception) -> bool:
+            self._name_line(boot, FilePlace(file, line.start), str(error))
+            return self._store(boot, FilePlace(file, line.end), Arrivals(skipped=1))
+
+        return put_apart(lines, put, skip, (UnavailableError, NotFoundError))
+
+    def _arrivals(self, boot: str, file: int, lines: Sequence[Line]) -> Arrivals:
         server = self._boots[boot]
         requests: list[Arrived] = []
         recordings: dict[str, Asked] = {}
-        skipped, at = 0, start.bytes
-        for text, end in lines:
+        skipped = 0
+        for line in lines:
             try:
-                line = parse_line(text) if text.strip() else None
-                if not isinstance(line, NotedRequest) or line.is_sent:
+                noted = parse_line(line.text) if line.text.strip() else None
+                if not isinstance(noted, NotedRequest) or noted.is_sent:
                     continue
-                steps = line.steps(server.draft, self._policy_id)
-                requests.append(self._request(boot, line, steps, recordings))
+                steps = noted.steps(server.draft, self._policy_id)
+                requests.append(self._request(boot, noted, steps, recordings))
             except TraceError as error:
                 skipped += 1
-                self._name_line(boot, FilePlace(start.file, at), str(error))
-            finally:
-                at = end
+                self._name_line(boot, FilePlace(file, line.start), str(error))
         return Arrivals(requests, recordings, skipped)
 
     def _request(
@@ -303,7 +300,7 @@ class Follower:
             return self._boots[boot]
         path = next(iter(files.values()))
         lines = read_lines(path, 0)
-        engine = parse_line(lines[0][0]) if lines else None
+        engine = parse_line(lines[0].text) if lines else None
         if not isinstance(engine, ServerDescription):
             raise TraceError(f"{path}: its first line does not say how the server serves")
         row, draft = self.policy.meet(boot, engine)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from spectune.db import NotFoundError
 from spectune.traces.recording import Asked
 from spectune.traces.schema import Step
-from spectune.traces.store.recordings import trajectory_columns
+from spectune.traces.store.recordings import request_row
 from spectune.traces.store.rows import Storage, insert, insert_absent, is_stored
 from spectune.traces.tables import (
     FollowedServer,
@@ -118,21 +118,13 @@ class Followed(Storage):
             for digest, recording in arrivals.recordings.items():
                 if not is_stored(session, Recording.id, names.get(digest)):
                     names[digest] = self._begin(session, digest, recording)
-            number = row.requests
-            rows = []
-            for request in arrivals.requests:
-                rows.append(
-                    {
-                        **trajectory_columns(request.trajectory, request.steps),
-                        "recording_id": names[request.recording],
-                        "ordinal": number,
-                        "created_at": request.ended_at,
-                    }
-                )
-                number += 1
+            rows = [
+                request_row((names[r.recording], number), r.ended_at, r.trajectory, r.steps)
+                for number, r in enumerate(arrivals.requests, row.requests)
+            ]
             if rows:
                 session.execute(insert(session, Trajectory.__table__), rows)
-            row.recordings, row.requests = names, number
+            row.recordings, row.requests = names, row.requests + len(rows)
             row.skipped += arrivals.skipped
             row.file, row.bytes = end
             return row

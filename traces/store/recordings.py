@@ -221,8 +221,8 @@ class Recordings(Storage):
 
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
-        key = {"recording_id": recording, "created_at": self.clock()}
-        rows = [{**trajectory_columns(t, steps), "ordinal": n, **key} for n, t, steps in items]
+        now = self.clock()
+        rows = [request_row((recording, n), now, *request) for n, *request in items]
         with self.database.write() as session:
             _locked(session, recording)
             statement = insert(session, Trajectory.__table__).on_conflict_do_nothing()
@@ -544,9 +544,11 @@ def _extents(recording: str, draft: str, first: int = 0, last: int = 2**31 - 1) 
 _OF_REQUEST = ("request_id", "category", "tokens", "sampling", "max_new_tokens", "finish")
 
 
-def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[str, Any]:
-    """A decoded request's columns, with its rounds and the sums of them. One without a text says
-    how long its prompt and its output are."""
+def request_row(
+    place: Place, created_at: datetime, trajectory: Trajectory, steps: Sequence[Step]
+) -> dict[str, Any]:
+    """A decoded request's row, with its rounds and the sums of them. One without a text says how
+    long its prompt and its output are."""
     t = trajectory
     lengths = t.n_prompt, t.n_output
     if t.tokens is not None:
@@ -560,7 +562,9 @@ def trajectory_columns(trajectory: Trajectory, steps: Sequence[Step]) -> dict[st
         by_policy[policy] = sums_of(rounds) | {"by_position": by_position}
     columns = ("rounds", "drafted", "accepted", "seconds")
     total = {name: value for name, value in sums_of(steps).items() if name in columns}
+    recording, ordinal = place
     return {
+        **{"recording_id": recording, "ordinal": ordinal, "created_at": created_at},
         **{name: getattr(t, name) for name in (*_OF_REQUEST, "verifier", "stop_strings")},
         **dict(zip(("n_prompt", "n_output"), lengths, strict=True)),
         **total,

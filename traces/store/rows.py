@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -12,10 +12,11 @@ from sqlalchemy import literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
-from spectune.db import CorruptedChunkError, Database, NotFoundError
+from spectune.db import CorruptedChunkError, Database, NotFoundError, UnavailableError
 from spectune.traces.blobs import Damaged
 from spectune.traces.tables import NO_TRAFFIC, Pair, Recording, Value
 
+T = TypeVar("T")
 V = TypeVar("V", bound=Value)
 _TRIES = 20
 _HINTS = {
@@ -114,6 +115,26 @@ def resolve(session: Session, table: type[Any], text: str) -> str:
     if ids:
         raise NotFoundError(f"{what} {text!r} is ambiguous: {', '.join(ids)}...")
     raise NotFoundError(f"there is no {what} {text!r}{_HINTS.get(what, '')}")
+
+
+def put_apart(
+    items: Sequence[T],
+    put: Callable[[Sequence[T]], bool],
+    refuse: Callable[[T, Exception], bool],
+    passed_on: tuple[type[Exception], ...] = (UnavailableError,),
+) -> bool:
+    """Puts items in one transaction, or where the database refuses what is in them each in one of
+    its own; of an item that is refused then ``refuse`` disposes. Ends where one of the two returns
+    False, which is returned. Raises what is ``passed_on``."""
+    try:
+        return put(items)
+    except passed_on:
+        raise
+    # What an item holds decides what is raised, and those around it are to be stored.
+    except Exception as error:
+        if len(items) == 1:
+            return refuse(items[0], error)
+    return all(put_apart([item], put, refuse, passed_on) for item in items)
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from spectune.db import DatabaseError, NotFoundError, UnavailableError
 from spectune.traces.errors import TraceError
 from spectune.traces.schema import Step
 from spectune.traces.store.recordings import Recordings
+from spectune.traces.store.rows import put_apart
 from spectune.traces.tables import Trajectory
 
 Item = tuple[Trajectory, tuple[Step, ...]]
@@ -121,32 +122,26 @@ class TrafficWriter:
         while not self._ending.is_set():
             self._hurry.wait(self._flush_s)
             self._hurry.clear()
-            if not self._write(self._queue[:]):
+            try:
+                if items := self._queue[:]:
+                    put_apart(items, self._append, self._drop)
+            except UnavailableError as error:
+                self._error = str(error)
                 self._ending.wait(_RETRY_S)
                 self._hurry.set()
 
-    def _write(self, items: list[Item]) -> bool:
-        """Appends requests in one transaction, or if that is refused each in its own, dropping what
-        is refused again; False where the database is away."""
-        if not items:
-            return True
-        try:
-            numbered = [(n, *item) for n, item in enumerate(items, self._next)]
-            self._store.append_trajectories(self.recording, numbered)
-        except UnavailableError as error:
-            self._error = str(error)
-            return False
-        # what a request holds decides what is raised, and the traffic around it is to be kept
-        except Exception as error:
-            is_told = isinstance(error, (DatabaseError, TraceError))
-            self._error = str(error) if is_told else f"{type(error).__name__}: {error}"
-            self.gone = isinstance(error, NotFoundError)
-            if len(items) > 1:
-                return all(self._write([item]) for item in items)
-            self._count(written=0, dropped=1)
-        else:
-            self._next += len(items)
-            self._count(written=len(items), dropped=0)
+    def _append(self, items: Sequence[Item]) -> bool:
+        numbered = [(n, *item) for n, item in enumerate(items, self._next)]
+        self._store.append_trajectories(self.recording, numbered)
+        self._next += len(items)
+        self._count(written=len(items), dropped=0)
+        return True
+
+    def _drop(self, _: Item, error: Exception) -> bool:
+        is_told = isinstance(error, (DatabaseError, TraceError))
+        self._error = str(error) if is_told else f"{type(error).__name__}: {error}"
+        self.gone = isinstance(error, NotFoundError)
+        self._count(written=0, dropped=1)
         return True
 
     def _count(self, written: int, dropped: int) -> None:
