@@ -35,8 +35,8 @@ from lab import (
 from map_costs import Floats, flat, grid_profile, named, price
 from pairs import fixed, top_k
 
+from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Load
-from spectune.engines.serving_rules import RULES
 from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
@@ -338,7 +338,8 @@ def steps_of(
     """What the steps of ``batch`` clients' requests hold, [4] (steps, further rows of the target's
     passes, passes of the draft, further rows of these), and their seconds. Without waits the steps
     do not depend on costs."""
-    rules = RULES["vllm"]._replace(max_num_seqs=batch, reply_s=0.0, ahead=0)
+    assert VLLM.rules is not None
+    rules = VLLM.rules._replace(max_num_seqs=batch, reply_s=0.0, ahead=0)
     count = max(len(order), 3 * batch)
     load, part = Load(clients=batch), trace.select(order)
     served = serve(part, draft, {0: [gamma] * (batch + 1)}, load, rules, costs, count=count)

@@ -1,10 +1,12 @@
-"""What each engine can do, said in one place: everything above asks here."""
+"""What each engine can do and how it fills its steps, said in one place: everything above asks
+here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 from spectune.runtime.policies.document import (
     ByLoadWindow,
@@ -16,15 +18,44 @@ from spectune.runtime.policies.document import (
 from spectune.traces.errors import PolicyError, TraceError
 
 
+class ServingRules(NamedTuple):
+    """How an engine fills its steps. The requests in force come first, in the order in which they
+    were admitted; then as many of those that wait, first come first served, as seats and tokens
+    allow.
+
+    ``max_num_seqs``: seats. ``max_batched_tokens``: tokens of a step; a prompt that does not fit is
+    read in chunks. ``draft_slots``: tokens of it that each request costs beside its own.
+    ``max_len``: tokens of a request's text. ``cache_tokens``: tokens that the cache holds, 0 where
+    that is not known. ``ahead``: steps that are scheduled before the results of those in execution
+    are known. ``drafts_up_to``: tokens of the longest text of a step up to which it drafts for the
+    next one, as its draft's own length allows, 0: of any; beyond, the step drafts for none of its
+    requests, which verify so many dummies that nobody proposed. ``reply_s``: seconds from an answer
+    until its client's next request is there, one client after another.
+
+    Drafting for the next step follows the verification of this one; how many tokens depends on the
+    requests of this step alone, even where a request has fewer left to emit. A loaded draft reads
+    what the target reads, at 0 tokens too.
+    """
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_len: int
+    draft_slots: int = 0
+    cache_tokens: int = 0
+    ahead: int = 0
+    drafts_up_to: int = 0
+    reply_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine by name; ``title`` is how it is written. ``packages``: distributions any of which
-    installs it. ``versions``: those that were tested, as ``0.32`` for
-    every 0.32.x. ``windows``: kinds of windows that it runs on chains without a stop; None: it runs
-    every policy. ``swap``: how a new policy comes into force. ``batches``: whether it decodes many
-    requests at a time. ``prefill_emits``: whether the pass over the prompt yields the first token
-    by itself, so that the first round that drafts begins after it. ``past_end``: whether its last
-    rounds draft as many tokens as any, also beyond those that were asked for."""
+    installs it. ``versions``: those that were tested, as ``0.32`` for every 0.32.x. ``windows``:
+    kinds of windows that it runs on chains without a stop; None: it runs every policy. ``swap``:
+    how a new policy comes into force. ``prefill_emits``: the pass over the prompt yields the first
+    token by itself, so that the first round that drafts begins after it. ``past_end``: the last
+    round of a request may draft past its ``max_tokens``. ``rules``: how it fills its steps; None:
+    it serves one request at a time."""
 
     name: str
     title: str
@@ -32,9 +63,14 @@ class Engine:
     versions: tuple[str, ...]
     windows: tuple[str, ...] | None
     swap: str
-    batches: bool = True
     prefill_emits: bool = True
     past_end: bool = False
+    rules: ServingRules | None = None
+
+    @property
+    def batches(self) -> bool:
+        """Whether it decodes many requests at a time."""
+        return self.rules is not None
 
     @property
     def by_load(self) -> bool:
@@ -84,12 +120,9 @@ class Engine:
             f"and nearest is {nearest_chain(policy, self.windows).label()!r}"
         )
 
-    def tables(
-        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int
-    ) -> dict[int, tuple[int, ...]]:
-        """By the mean context from which on they hold, tokens to draft at each batch size up to
-        ``max_num_seqs``, that of no request (never read) first, where ``draft`` is loaded and at
-        most ``most`` tokens are drafted. Raises PolicyError."""
+    def runs_with(self, policy: Policy, *, draft: str, most: int) -> None:
+        """Raises PolicyError for a policy that a server of this engine cannot run which has loaded
+        ``draft`` and drafts at most ``most`` tokens."""
         self.runs(policy)
         if policy.draft not in (draft, "none") and policy.speculates:
             raise PolicyError(
@@ -101,6 +134,14 @@ class Engine:
                 f"this server drafts at most {most} tokens, not {policy.gamma_max}; start it "
                 "with more"
             )
+
+    def tables(
+        self, policy: Policy, *, draft: str, most: int, max_num_seqs: int
+    ) -> dict[int, tuple[int, ...]]:
+        """By the mean context from which on they hold, tokens to draft at each batch size up to
+        ``max_num_seqs``, that of no request (never read) first. Raises PolicyError as
+        :meth:`runs_with` does."""
+        self.runs_with(policy, draft=draft, most=most)
         window, sizes = policy.window, range(1, max_num_seqs + 1)
         if not isinstance(window, ByLoadWindow):
             return {0: (0, *(policy.gamma_max for _ in sizes))}
@@ -134,7 +175,6 @@ NATIVE = Engine(
     ("5",),
     None,
     "between two rounds",
-    batches=False,
     prefill_emits=False,
 )
 VLLM = Engine(
@@ -145,6 +185,16 @@ VLLM = Engine(
     ("fixed", "by_load"),
     "at the next step",
     past_end=True,
+    # vLLM's scheduler, `Scheduler.schedule` of version 0.32. What a recording says of its server
+    # stands in the place of these defaults.
+    rules=ServingRules(
+        max_num_seqs=256,
+        max_batched_tokens=2048,
+        max_len=4096,
+        draft_slots=1,
+        ahead=1,
+        reply_s=2e-3,
+    ),
 )
 ENGINES = {engine.name: engine for engine in (NATIVE, VLLM)}
 
@@ -154,3 +204,17 @@ def engine_named(name: str) -> Engine:
     if name not in ENGINES:
         raise TraceError(f"the engine {name!r} is unknown here; known: {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRules:
+    """An engine's rules, with what a recording says of its server. Raises TraceError for an engine
+    that serves one request at a time."""
+    rules = ENGINES[engine].rules if engine in ENGINES else None
+    if rules is None:
+        known = ", ".join(name for name, of in ENGINES.items() if of.batches)
+        raise TraceError(
+            f"load is simulated for {known}, not for {engine!r}, which serves one request at a time"
+        )
+    return rules._replace(
+        **{name: value for name, value in (found or {}).items() if name in ServingRules._fields}
+    )

@@ -129,7 +129,7 @@ class Running(ABC):
     """A pair in an engine, which takes another policy while it serves.
 
     ``version`` is the engine's; ``serving`` says how it fills its steps, by the names of
-    :class:`engines.serving_rules.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as
+    :class:`engines.abilities.ServingRules`; ``runs_on`` has its ``device`` and ``dtype``, as
     recordings have them. Raises, as it is made, EngineError where the engine is not installed or
     cannot load a checkpoint, PairError for a draft that the pair has not.
     """
@@ -153,7 +153,7 @@ class Running(ABC):
         that it cannot run, WorkloadError for a request that is empty or longer than it was started
         for, and EngineError where the engine fails."""
         server, longest = self.wanted, self.wanted.max_len
-        self.engine.tables(policy, draft=server.draft, most=server.most, max_num_seqs=1)
+        self.engine.runs_with(policy, draft=server.draft, most=server.most)
         asked = ExecutionPlan(prompts, policy, load, sampling, max_new_tokens)
         for prompt in prompts:
             if not prompt.ids:

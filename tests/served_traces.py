@@ -12,9 +12,8 @@ from databases import opened
 from synthetic import policy
 from trace_values import a_panorama, a_trajectory
 
-from spectune.engines.abilities import VLLM
+from spectune.engines.abilities import VLLM, ServingRules
 from spectune.engines.engine import Load, chain_round
-from spectune.engines.serving_rules import ServingRules
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.replay.serving import Simulated, serve
 from spectune.optimizer.replay.step_costs import step_costs

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from served_traces import COSTS, PROFILE, RULES, recorded, simulated, tables, trace_of, window
 
+from spectune.engines.abilities import ServingRules, rules_of
 from spectune.engines.engine import Load
-from spectune.engines.serving_rules import ServingRules, rules_of
 from spectune.optimizer.replay.chain_tables import AGREE_NONE, AGREE_YES
 from spectune.optimizer.replay.loads import Objective, Served, loads_of
 from spectune.optimizer.replay.replay_trace import ReplayTrace

@@ -1,5 +1,4 @@
-"""What makes figures say less than they seem to: texts that repeat themselves, prompts that come
-twice."""
+"""Warns of texts that repeat themselves, and of prompts that come twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every table but the scheduler's, as SQLAlchemy mapped dataclasses: a row is the value that the
 rest of the program works with.
 
-What only a stored value has (ids, moments, sums) is None of one just made. Values outlive their
-session, and large columns are read where they are asked for (``undefer``) and nowhere else.
+Ids, moments and sums are None until a value is stored. Values outlive their session, and large
+columns are read where they are asked for (``undefer``) and nowhere else.
 """
 
 from __future__ import annotations

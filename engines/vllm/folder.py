@@ -35,7 +35,7 @@ LABEL_LIMIT = 100
 UNLABELLED = "serve"
 """The category of requests without a label."""
 SENT = "spectune-"
-"""How the ids of requests begin that a tuning sends, which are no traffic."""
+"""Id prefix of requests sent by a tuning, which are no traffic."""
 _ROUNDS = re.compile(r"rounds-([0-9A-Za-z]{1,64})-(\d{6})\.jsonl")
 
 Whole = Annotated[int, Field(ge=0, lt=2**31)]
@@ -386,8 +386,7 @@ def table_of(policy: Policy, engine: ServerDescription, draft: str) -> dict[str,
     """What ``policy.json`` says of a policy beside its version: draft tokens by the batch size from
     which they hold, on a server that has loaded ``draft``. Raises PolicyError for what it cannot
     run."""
-    most = engine.num_speculative_tokens or 0
-    VLLM.tables(policy, draft=draft, most=most, max_num_seqs=1)
+    VLLM.runs_with(policy, draft=draft, most=engine.num_speculative_tokens or 0)
     window = policy.window
     if not isinstance(window, ByLoadWindow):
         return {"policy": policy.id, "gammas": {"1": policy.gamma_max}}

@@ -162,7 +162,7 @@ class Follower:
         status = self.policy.status
         current = status.boot if status is not None else None
         failure: SpectuneError | None = None
-        # The running server's last: what ended before is older.
+        # Ended servers first: what they served is older.
         for boot, files in sorted(rounds_files(self.folder).items(), key=lambda f: f[0] == current):
             try:
                 while self._bring_chunk(boot, files) and not (stop and stop.is_set()):
@@ -194,7 +194,7 @@ class Follower:
         before = self._troubles.get(task, "")
         try:
             if self.store.database.dialect == "sqlite":
-                self.store.database.close()  # else it goes on writing to a file that is gone
+                self.store.database.close()  # reopened: a deleted file would stay open
             act()
         except Exception as error:  # whatever a folder or a database raises: following goes on
             is_plain = isinstance(error, (DatabaseError, SpectuneError))

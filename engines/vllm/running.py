@@ -89,8 +89,7 @@ class RunningServer(Running):
         self._version, self._policies = 0, {0: ""}
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
-        # The first request that counts is not the first of all, and the folder is this server's if
-        # it is noted.
+        # A warm-up request; that it is noted in the folder proves that the folder is this server's.
         warm = ExecutionPlan([Prompt("warm", "", (0, 0))], Policy(), Load(), Sampling(), 2)
         for _ in self._answers(warm):
             pass

@@ -104,7 +104,7 @@ class ReplayTrace:
     drafts that copy, whatever the window, to what each request's starts would, uint8 [2,
     positions]: how many tokens there are to copy, and how many of them the text goes on with.
     ``past`` tokens may be drafted beyond those that were asked for. ``drafts_up_to``: as
-    :class:`engines.serving_rules.ServingRules` has it, of each request alone. A draft under a
+    :class:`engines.abilities.ServingRules` has it, of each request alone. A draft under a
     shortlist goes by :attr:`Policy.recorded_draft`, and the draft itself is there as well.
     ``conversations``: the number of each trajectory's (:func:`conversations_of`). Raises TraceError
     where panoramas do not match.

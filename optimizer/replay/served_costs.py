@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectune.engines.serving_rules import ServingRules, rules_of
+from spectune.engines.abilities import ServingRules, rules_of
 from spectune.optimizer.replay.step_costs import (
     StepCosts,
     StepLoad,

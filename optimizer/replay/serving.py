@@ -2,7 +2,7 @@
 engine's own rules.
 
 Which requests a step holds and how many tokens it drafts is an engine's rule
-(:class:`engines.serving_rules.ServingRules`), how many of them are kept is looked up in the
+(:class:`engines.abilities.ServingRules`), how many of them are kept is looked up in the
 recording, and what the step takes is the cost model's. So a step is exact given the moments at
 which requests arrive and steps end, and these are predicted.
 """
@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from spectune.engines.abilities import ServingRules
 from spectune.engines.engine import Load
-from spectune.engines.serving_rules import ServingRules
 from spectune.optimizer.replay.chain_tables import Index, Words
 from spectune.optimizer.replay.loads import Objective, Served
 from spectune.optimizer.replay.replay_trace import ReplayTrace

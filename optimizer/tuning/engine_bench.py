@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from spectune.engines.abilities import Engine, engine_named
+from spectune.engines.abilities import Engine, ServingRules, engine_named, rules_of
 from spectune.engines.engine import Answered, Load, Prompt, Running, Wanted, numbered
-from spectune.engines.serving_rules import ServingRules, rules_of
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.recording.on_engine import execute
 from spectune.optimizer.replay.arrivals import Unit

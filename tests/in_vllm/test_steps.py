@@ -18,8 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import ModelRunnerOutput
 
 from spectune.demo.prompts import demo_workload
+from spectune.engines.abilities import ServingRules, rules_of
 from spectune.engines.engine import Load
-from spectune.engines.serving_rules import ServingRules, rules_of
 from spectune.engines.vllm.agent import description
 from spectune.engines.vllm.command import SCHEDULER, speculative_config
 from spectune.optimizer.replay.chain_tables import AGREE_YES

@@ -45,8 +45,8 @@ Appended = tuple[int, Trajectory, Sequence[Step]]
 Place = tuple[str, int]
 """Where a request is stored: a recording, and the ordinal there."""
 Deal = Callable[[Sequence[tuple[str, int, str | None]]], Sequence[str]]
-"""Gives requests parts, by the category of each, the number of its conversation and the part that
-it has already."""
+"""Assigns requests to the parts of a tuning, by the category of each, the number of its
+conversation and the part that it has already."""
 
 
 class Traffic(NamedTuple):
