@@ -49,7 +49,7 @@ from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.running import RunningServer, client_of, sending
 from spectune.engines.vllm.server import ServerProcess, installed, reason_in
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.on_engine import EngineRun, record_on
 from spectune.optimizer.replay.trace import open_trace
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair
@@ -310,8 +310,8 @@ def retraced(bench: Bench, server: RunningServer) -> Figures:
     with temporary_folder() as folder:
         store = stored(folder / "x.db")
         policy = windowed(max(size.gammas))
-        about = (bench.spec, server, None, prompts, policy, Load(size.retraced), options)
-        info = record_on(store, *about, fresh=True)
+        run = EngineRun(prompts, policy, Load(size.retraced), options)
+        info = record_on(store, bench.spec, server, run, fresh=True)
         store.finish_recording(info.id)
         asked = Retracer(store, info, server, outstanding=max(size.clients)).run()
         trace = open_trace(store, info.id, drafts=[server.draft]).trace

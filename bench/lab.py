@@ -35,7 +35,7 @@ from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode,
 from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.profiles import profile_for
-from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.on_engine import EngineRun, record_on
 from spectune.optimizer.recording.record import PanoramaSpec, draft_reader, record, record_panoramas
 from spectune.optimizer.recording.shortlisted import ShortlistedDrafts
 from spectune.optimizer.replay.replay_trace import ReplayTrace
@@ -420,8 +420,8 @@ def record_engine(
     fresh: bool = False,
 ) -> Recording:
     """A finished recording of an engine."""
-    asked = (workload, prompts, policy, load, options)
-    info = record_on(store, pair.spec, running, *asked, fresh=fresh)
+    run = EngineRun(prompts, policy, load, options, workload)
+    info = record_on(store, pair.spec, running, run, fresh=fresh)
     record_panoramas(store, pair, info.id, look)
     store.finish_recording(info.id)
     return info

@@ -21,7 +21,7 @@ from spectune.engines.engine import Answered, Load, Prompt, numbered
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.on_engine import EngineRun, record_on
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
@@ -117,8 +117,8 @@ def _full_length(server: OwnServer, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _recorded(store: TraceStore, server: OwnServer, prompt: Prompt) -> Recording:
     """A new recording of one text."""
-    options = DecodeOptions(max_new_tokens=RETRACED)
-    info = record_on(store, PAIR, server, None, [prompt], POLICY, Load(), options, fresh=True)
+    run = EngineRun([prompt], POLICY, Load(), DecodeOptions(max_new_tokens=RETRACED))
+    info = record_on(store, PAIR, server, run, fresh=True)
     store.finish_recording(info.id)
     return info
 

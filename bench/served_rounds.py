@@ -29,7 +29,7 @@ from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.recording.on_engine import prompts_of, record_on
+from spectune.optimizer.recording.on_engine import EngineRun, prompts_of, record_on
 from spectune.optimizer.replay.trace import open_trace, simulate
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -121,8 +121,8 @@ class Drafter:
     def record(self, server: OwnServer, count: int, temperature: float) -> tuple[str, int]:
         """A recording of what a server serves and what its draft proposes there; its positions."""
         policy, options = chain(self.draft, RECORDED), self.options(temperature)
-        asked = (None, self.prompts(count), policy, Load(SEATS), options)
-        info = record_on(self.store, self.spec, server, *asked, fresh=True)
+        run = EngineRun(self.prompts(count), policy, Load(SEATS), options)
+        info = record_on(self.store, self.spec, server, run, fresh=True)
         self.store.finish_recording(info.id)
         positions = Retracer(self.store, info, server, outstanding=SEATS).run().positions
         say(f"{self.method}: {positions} positions at temperature {temperature:g}")

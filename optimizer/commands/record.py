@@ -24,7 +24,7 @@ from spectune.optimizer.commands.decoding import (
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.in_force import last_good
-from spectune.optimizer.recording.on_engine import record_on
+from spectune.optimizer.recording.on_engine import EngineRun, record_on
 from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.recording.record import record as record_texts
@@ -131,9 +131,9 @@ def _resumed(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
 def _serve(store: TraceStore, spec: PairSpec, s: Record, talk: Talk) -> str:
     """By another engine; its texts are read by the drafts afterwards."""
     served = ServedWorkload(store, spec, s, talk, every_draft=True)
-    texts = (served.workload, served.prompts, served.policy, served.load, served.options)
+    run = EngineRun(served.prompts, served.policy, served.load, served.options, served.workload)
     with served.started() as running:
-        return record_on(store, spec, running, *texts, fresh=s.fresh, progress=talk.progress).id
+        return record_on(store, spec, running, run, fresh=s.fresh, progress=talk.progress).id
 
 
 def _spec(drafts: Collection[str], s: Record) -> PanoramaSpec:

@@ -38,7 +38,7 @@ from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.recording.on_engine import check_options, prompts_of, record_on
+from spectune.optimizer.recording.on_engine import EngineRun, check_options, prompts_of, record_on
 from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.replay.loads import objective_of
 from spectune.optimizer.report.words import closing
@@ -266,8 +266,8 @@ def _send(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Reco
     workload = fit_to(codec, workload, options, s, talk, drafts)
     prompts = prompts_of(codec, workload, options)
     clients = min(max(CLIENTS), server.wanted.max_num_seqs)
-    request = (workload, prompts, server.policy, Load(clients), options)
-    return record_on(store, server.spec, server, *request, fresh=s.fresh, progress=talk.progress)
+    run = EngineRun(prompts, server.policy, Load(clients), options, workload)
+    return record_on(store, server.spec, server, run, fresh=s.fresh, progress=talk.progress)
 
 
 def _hints(tuned: Tuned, page: str | None, place: Place, s: Tune) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ import numpy as np
 from spectune.engines.engine import Load, Prompt, Running, Wanted, numbered
 from spectune.engines.start import start
 from spectune.optimizer.execute import DecodeOptions
-from spectune.optimizer.recording.on_engine import Turns, record_on
+from spectune.optimizer.recording.on_engine import EngineRun, Turns, record_on
 from spectune.optimizer.replay.served_costs import ServedCosts
 from spectune.optimizer.replay.step_costs import step_seconds
 from spectune.runtime.pair import PairSpec
@@ -119,8 +119,8 @@ def serve_design(
         while True:
             served += count * len(policies)
             prompts = numbered(design.prompts, served)  # those not recorded yet are served
-            asked = running, None, prompts, turns or policies[0], Load(clients), options
-            info = record_on(store, spec, *asked, fresh=not recording, timed=True)
+            run = EngineRun(prompts, turns or policies[0], Load(clients), options)
+            info = record_on(store, spec, running, run, fresh=not recording, timed=True)
             recording = info.id
             progress(f"requests with draft {draft}", served, max(served, total))
             if turns is None or turns.taken >= least:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -115,48 +116,60 @@ def verifier_of(options: DecodeOptions) -> Verifier:
     return "coupled" if options.sampling.greedy else "greedy"
 
 
+@dataclass(frozen=True)
+class EngineRun:
+    """Prompts that an engine serves by a policy, or several in turns, under a load. ``workload``:
+    what the prompts are of, where that is to be stored."""
+
+    prompts: Sequence[Prompt]
+    policy: Policy | Turns
+    load: Load
+    options: DecodeOptions
+    workload: Workload | None = None
+
+    @property
+    def policies(self) -> Sequence[Policy]:
+        return self.policy.policies if isinstance(self.policy, Turns) else [self.policy]
+
+    def serve(self, running: Running, prompts: Sequence[Prompt]) -> Generator[Answered, None, None]:
+        """Serves some of the prompts."""
+        if isinstance(self.policy, Turns):
+            return self.policy.serve(prompts, self.load, self.options)
+        return execute(running, prompts, self.policy, self.load, self.options)
+
+
 def record_on(
     store: TraceStore,
     spec: PairSpec,
     running: Running,
-    workload: Workload | None,
-    prompts: Sequence[Prompt],
-    policy: Policy | Turns,
-    load: Load,
-    options: DecodeOptions,
+    run: EngineRun,
     *,
     fresh: bool = False,
     timed: bool = False,
     progress: Progress = silent,
 ) -> Recording:
-    """Serves what an unfinished recording of the same arguments lacks, or all of it, each request
-    committed as it ends; the recording, which still is to be looked around in and finished.
-    ``workload``: what the prompts are of, where that is to be kept. ``timed``: a design
-    whose seconds are sought; all is committed when all is served, as that takes 5% of the speed of
-    an engine on the same cores."""
-    name = spec.id
+    """Serves what an unfinished recording of the same run lacks, or all of it, each request
+    committed as it ends; returns the recording, which is still to be read by drafts and finished.
+    ``timed``: a design whose seconds are sought; all is committed when all is served, as that takes
+    5% of the speed of an engine on the same cores."""
+    name, options = spec.id, run.options
     store.put_pair(name, spec.name, spec.to_json(), spec.models)
-    digest = None if workload is None else store.put_workload(workload)
+    digest = None if run.workload is None else store.put_workload(run.workload)
     most, about = options.max_new_tokens, about_recording(running, options)
     source = DESIGNED if timed else "record"
     asked = Asked(name, digest, options.sampling, most, verifier_of(options), about, source)
     found = None if fresh else store.find_recording(asked, state="recording")
     info = found or store.create_recording(asked)
-    put_policies(store, policy.policies if isinstance(policy, Turns) else [policy])
+    put_policies(store, run.policies)
     have = store.recorded_ordinals(info.id)
-    missing = {p.id: n for n, p in enumerate(prompts) if n not in have}
+    missing = {p.id: n for n, p in enumerate(run.prompts) if n not in have}
     if missing:
-        texts = [prompts[n] for n in missing.values()]
-        answering = (
-            policy.serve(texts, load, options)
-            if isinstance(policy, Turns)
-            else execute(running, texts, policy, load, options)
-        )
-        with closing(answering) as served:
+        texts = [run.prompts[n] for n in missing.values()]
+        with closing(run.serve(running, texts)) as served:
             for done, answered in enumerate(list(served) if timed else served, len(have) + 1):
                 ordinal = missing[answered.trajectory.request_id]
                 store.append_trajectory(info.id, ordinal, answered.trajectory, answered.steps)
-                progress("serve", done, len(prompts))
+                progress("serve", done, len(run.prompts))
     return info
 
 
