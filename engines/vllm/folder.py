@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -239,6 +239,9 @@ class RetracedRequest(_Noted):
     proposals: list[list[Whole] | None]
 
 
+N = TypeVar("N", NotedRequest, RetracedRequest)
+
+
 def parse_line(text: bytes) -> NotedRequest | ServerDescription | RetracedRequest:
     """A line of a rounds file: a request, the engine that served those which follow, or what was
     drafted for one that was retraced. Raises TraceError with what is wrong in it."""
@@ -312,6 +315,15 @@ class Tail:
                 return
             self._open(min(files), files)
 
+    def noted(self, prefix: str, kind: type[N]) -> Iterator[tuple[list[int], N]]:
+        """Lines of a ``kind`` since the last call, of requests whose ids begin with ``prefix``,
+        each with the numbers that follow in its id, points between them. Raises OSError, and
+        TraceError for a line that cannot be read."""
+        for text in self.lines():
+            if prefix.encode() in text and isinstance(line := parse_line(text), kind):
+                numbers = line.id.partition(prefix)[2].partition("-")[0]
+                yield [int(number) for number in numbers.split(".")], line
+
     def _later_files(self) -> dict[int, Path]:
         files = rounds_files(self._folder).get(self._boot, {})
         return {number: path for number, path in files.items() if number > self._number}
@@ -363,6 +375,11 @@ def version_of(document: Mapping[str, Any]) -> int:
     the server's own number of draft tokens, or nothing that can be read."""
     version = document.get("version")
     return version if type(version) is int else 0
+
+
+def without_trial(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``policy.json`` says, or said before a tuning put its trial there."""
+    return document.get("before") or {} if version_of(document) < 0 else document
 
 
 def own_policy(about: Mapping[str, Any], draft: str) -> Policy:

@@ -24,6 +24,7 @@ from spectune.engines.vllm.folder import (
     read_status,
     table_of,
     version_of,
+    without_trial,
     write_policy,
 )
 from spectune.engines.vllm.locks import is_locked
@@ -297,12 +298,11 @@ class PolicyWriter:
     def _keep(self) -> None:
         """Writes ``policy.json`` where it says something else than what should be in force."""
         found = read_policy(self.folder)
-        base, was_killed = found, False
+        base, was_killed = without_trial(found), False
         if version_of(found) < 0:
             was_killed = not is_locked(self.folder, "tune")
             if not was_killed and not (self._is_new and self._table):
                 return
-            base = found.get("before") or {}
         self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
         version, owner = version_of(base), base.get("database") or {}

@@ -12,7 +12,6 @@ a greedy text while it decodes it: one request a text.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from spectune.engines.abilities import engine_named
-from spectune.engines.vllm.folder import SENT, RetracedRequest, Tail, parse_line
+from spectune.engines.vllm.folder import SENT, RetracedRequest, Tail
 from spectune.engines.vllm.follow_policy import is_same
 from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.pair import PairSpec
@@ -206,12 +205,7 @@ class Retracer:
     def _read(self) -> None:
         """Takes what the agent has noted of our requests since the last call. Raises EngineError
         where the server decodes another text."""
-        for line in self._tail.lines():
-            match = re.search(rf"{self._token}\.(\d+)\.(\d+)-".encode(), line)
-            noted = parse_line(line) if match else None
-            if match is None or not isinstance(noted, RetracedRequest):
-                continue
-            ordinal, start = int(match[1]), int(match[2])
+        for (ordinal, start), noted in self._tail.noted(f"{self._token}.", RetracedRequest):
             if ordinal not in self._texts:  # asked twice, and noted before
                 continue
             text, chains = self._texts[ordinal], self._chains[ordinal]

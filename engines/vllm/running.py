@@ -27,12 +27,12 @@ from spectune.engines.vllm.folder import (
     Status,
     Tail,
     own_policy,
-    parse_line,
     policy_by,
     read_policy,
     read_status,
     table_of,
     version_of,
+    without_trial,
     write_policy,
 )
 from spectune.engines.vllm.follow_policy import served_pair
@@ -83,7 +83,7 @@ class RunningServer(Running):
         self.wanted = Wanted(self.draft, most, seats, status.engine.max_len)
         self._before = read_policy(folder)
         if version_of(self._before) < 0:  # of a tuning that was killed
-            self._before = self._before.get("before") or {"version": 0, **self._texts}
+            self._before = without_trial(self._before) or {"version": 0, **self._texts}
         self._tuning: FolderLock | None = None
         self._is_reserved = False
         self._version, self._policies = 0, {0: ""}
@@ -242,7 +242,7 @@ class RunningServer(Running):
         num_open, progressed = len(requests), time.monotonic()
         with sending(self.complete, requests, asked.load) as sent:
             while num_open:
-                lines |= self._noted(prefix)
+                lines |= {n: line for (n,), line in self._tail.noted(prefix, NotedRequest)}
                 while not sent.empty():
                     number, answer = sent.get()
                     if isinstance(answer, EngineError):
@@ -263,15 +263,6 @@ class RunningServer(Running):
     def _died(self) -> str:
         """Why the server ended, where that is known."""
         return ""
-
-    def _noted(self, prefix: str) -> dict[int, NotedRequest]:
-        """The requests of an execution that the agent has noted since the last look."""
-        lines = {}
-        for text in self._tail.lines():
-            if prefix.encode() in text and isinstance(line := parse_line(text), NotedRequest):
-                number = line.id.partition(prefix)[2].partition("-")[0]
-                lines[int(number)] = line
-        return lines
 
     def _answer(
         self,
