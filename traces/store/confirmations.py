@@ -9,8 +9,10 @@ from collections.abc import Collection
 from sqlalchemy import or_, select, update
 
 from spectune.traces.store import TraceStore
-from spectune.traces.store.recordings import Place
 from spectune.traces.tables import Recording, Trajectory
+
+Same = tuple[str, int | str]
+"""Which request it is: its workload and its id there, else where it is stored."""
 
 
 def count_confirmation(store: TraceStore, recording: str, ordinals: Collection[int]) -> int:
@@ -27,15 +29,14 @@ def count_confirmation(store: TraceStore, recording: str, ordinals: Collection[i
         query = query.join(r, r.id == t.recording_id).where(
             r.pair_id == pair, or_(r.id.in_(stored_in), r.workload_id.in_(workloads))
         )
-        earlier = Counter[Place]()  # by where it is stored, or its workload and its id there
-        counted = {}
+        earlier, of_held = Counter[Same](), set[Same]()
         for name, ordinal, request, workload, count in session.execute(query):
-            same = (name, ordinal) if workload is None else (workload, request)
+            same: Same = (name, ordinal) if workload is None else (workload, request)
             earlier[same] += count
             if (name, ordinal) in held:
-                counted[name, ordinal] = same
+                of_held.add(same)
         more = update(t).values(confirmations=t.confirmations + 1)
         for stored in stored_in:
             these = [ordinal for name, ordinal in held if name == stored]
             session.execute(more.where(t.recording_id == stored, t.ordinal.in_(these)))
-        return max((earlier[same] for same in counted.values()), default=0)
+        return max((earlier[same] for same in of_held), default=0)

@@ -204,14 +204,14 @@ def _rows_of(session: Session, recording: str) -> Iterator[dict[str, Any]]:
             yield {"table": name, "columns": json.dumps(plain(columns)), **blobs}
 
 
-def _mappings(session: Session, query: Select[Any]) -> Iterable[Row]:
-    return session.execute(query.execution_options(yield_per=_ROWS)).mappings()
+def _mappings(session: Session, query: Select[Any]) -> Iterator[dict[str, Any]]:
+    for row in session.execute(query.execution_options(yield_per=_ROWS)).mappings():
+        yield dict(row)
 
 
-def _as_listed(sample: str, listed: Row) -> dict[str, Any] | None:
+def _as_listed(sample: str, row: dict[str, Any]) -> dict[str, Any] | None:
     """The row of a request or a panorama as if it were stored in a sample that lists it: without
     the text, or the rounds, that are not of it. None for a panorama of such a text."""
-    row = dict(listed)
     row |= {"recording_id": sample, "ordinal": row.pop("number")}
     is_text, is_load = row.pop("is_text"), row.pop("is_load")
     if "trie" in row:

@@ -222,7 +222,7 @@ class Recordings(Storage):
     def append_trajectories(self, recording: str, items: Sequence[Appended]) -> int:
         """:meth:`append_trajectory` for several in one transaction; how many were new."""
         now = self.clock()
-        rows = [request_row((recording, n), now, *request) for n, *request in items]
+        rows = [request_row((recording, n), now, text, steps) for n, text, steps in items]
         with self.database.write() as session:
             _locked(session, recording)
             statement = insert(session, Trajectory.__table__).on_conflict_do_nothing()
@@ -432,9 +432,9 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
     count, texts = func.count(), func.count().filter(is_text)
     sums = select(t.recording_id, count, texts, length).group_by(t.recording_id)
     listed = select(s.sample_id, count, func.count().filter(is_text, s.is_text), length)
-    of_samples = listed.join(t, _stored_as(t)).group_by(s.sample_id).where(s.sample_id.in_(samples))
+    listed = listed.join(t, _stored_as(t)).group_by(s.sample_id).where(s.sample_id.in_(samples))
     requests: dict[str, tuple[int, int, int]] = {}
-    for query in (sums.where(t.recording_id.in_(ids)), *([of_samples] if samples else ())):
+    for query in (sums.where(t.recording_id.in_(ids)), *([listed] if samples else ())):
         for name, number, with_text, tokens in session.execute(query):
             requests[name] = number, with_text, int(tokens)
     extent = p.draft, count, func.min(p.gamma_max), func.min(p.width), func.min(p.depth)
@@ -444,8 +444,8 @@ def counted(session: Session, recordings: Sequence[Recording]) -> tuple[Recordin
     of_samples = select(s.sample_id, *extent).group_by(s.sample_id, p.draft).order_by(p.draft)
     of_samples = of_samples.join(p, _stored_as(p)).where(s.sample_id.in_(samples), s.is_text, whole)
     drafts: dict[str, dict[str, Extent]] = {}
-    for query in (by_draft, *([of_samples] if samples else ())):
-        for name, draft, *sizes in session.execute(query):
+    for by in (by_draft, *([of_samples] if samples else ())):
+        for name, draft, *sizes in session.execute(by):
             drafts.setdefault(name, {})[draft] = Extent(*sizes)
     for recording in recordings:
         of = requests.get(recording.id, (0, 0, 0))
