@@ -18,6 +18,7 @@ from trace_values import a_trajectory
 
 from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.recording.processes import dask_workers
+from spectune.optimizer.tuning.parts import deal
 from spectune.optimizer.tuning.sources import recording_named, sample_since
 from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.options import from_document, read_config
@@ -146,3 +147,21 @@ def test_paths_in_a_file_are_seen_from_it(tmp_path: Path) -> None:
     assert config is not None
     assert config.values["drafts"] == [f"small={tmp_path / 's'}"]
     assert config.values["load.arrivals"] == "clients:1,8"
+
+
+def test_a_small_sample_of_what_was_dealt_before_has_every_part(store: TraceStore) -> None:
+    pair = pair_named("ours")
+    add(store, pair, n=40)
+    dealt = sample_since(store, pair.id, HOUR, key="all").id
+    before = dict(zip(names_of(store, dealt), parts_of(store, dealt), strict=True))
+    few = sample_since(store, pair.id, HOUR, 4, key="few").id
+    assert sorted(parts_of(store, few)) == ["c", "f", "r", "s"]
+    assert [before[name] for name in names_of(store, few)] == parts_of(store, few)
+
+
+def names_of(store: TraceStore, recording: str) -> list[str]:
+    return [request.trajectory.request_id for request in store.iterate(recording)]
+
+
+def parts_of(store: TraceStore, recording: str) -> list[str]:
+    return [*store.request_parts(recording, deal).values()]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from spectune.optimizer.deployment import tuned_for
+from spectune.optimizer.tuning.parts import mixed
 from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.traces.errors import TraceError
 from spectune.traces.recording import LoadedRecording, RecordedRequest, Skipped
@@ -245,9 +246,10 @@ def sample_since(
     if engine is not None:
         picked = [*store.request_keys(names, moment, last=most)]
     else:
-        numbers = {*np.random.default_rng(0).permutation(number)[:most].tolist()}
-        keys = enumerate(store.request_keys(names, moment))
-        picked = [key for n, key in keys if number - 1 - n in numbers]
+        keys = [*store.request_keys(names, moment)][::-1]
+        order = np.random.default_rng(0).permutation(len(keys)).tolist()
+        # Those that an earlier sample dealt keep their parts: each part is to be had in proportion.
+        picked = [keys[n] for n in mixed(order, [key.part or "" for key in keys])[:most]]
     if len(picked) < number:
         which = "a sample of" if engine is None else "the last"
         tell(

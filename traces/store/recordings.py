@@ -60,11 +60,12 @@ class Traffic(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """Where a request is stored, and when it ended."""
+    """Where a request is stored, when it ended, and the part of a tuning that it was dealt to."""
 
     recording: str
     ordinal: int
     ended_at: datetime
+    part: str | None
 
 
 class Listed(NamedTuple):
@@ -165,7 +166,7 @@ class Recordings(Storage):
         all where that is not asked for, the latest first, the ``last`` of them; nothing else of
         them is read."""
         t = Trajectory
-        query = select(t.recording_id, t.ordinal, t.created_at).limit(last)
+        query = select(t.recording_id, t.ordinal, t.created_at, t.part).limit(last)
         query = query.where(t.recording_id.in_(recordings), t.created_at >= since)
         if with_text:
             query = query.where(t.tokens.is_not(None))
