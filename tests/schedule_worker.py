@@ -53,13 +53,13 @@ class Script:
         return {"from": job.worker}
 
 
-def serve(url: str, folder: Path, owner: str, steps: str, lease_s: float) -> None:
+def serve(url: str, folder: Path, owner: str, steps: str, **leased: float) -> None:
     """A worker process; its clock stands at the hour that is written in a file."""
 
     def clock() -> datetime:
         (folder / owner).touch()  # it is at work, and signals are heard
         return T0 + int((folder / "hour").read_text() or 0) * HOUR
 
-    how: dict[str, Any] = {"owner": owner, "poll_s": 0.1, "lease_s": lease_s, "clock": clock}
+    how: dict[str, Any] = {"owner": owner, "poll_s": 0.1, "clock": clock, **leased}
     with open_database(url) as database:
         run_worker(database, Script(folder, steps), **how)

@@ -35,7 +35,7 @@ from spectune.settings import RequestsSettings
 from spectune.traces.errors import SpectuneError
 
 LONGEST_LINE = 4000
-CASE_S = 5.0
+CASE_S = 60.0
 """Processor seconds that a case may take."""
 
 

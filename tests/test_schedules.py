@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from datetime import datetime, timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -58,9 +59,10 @@ class Crew:
         (self.folder / "new").write_text(str(hour))
         (self.folder / "new").rename(self.folder / "hour")
 
-    def start(self, owner: str, steps: str, *, lease_s: float = 30.0) -> BaseProcess:
-        arguments = self.url, self.folder, owner, steps, lease_s
-        self.workers.append(processes.Process(target=serve, args=arguments, daemon=True))
+    def start(self, owner: str, steps: str, lease_s: float = PATIENCE_S) -> BaseProcess:
+        how: dict[str, Any] = {"args": (self.url, self.folder, owner, steps), "daemon": True}
+        leased = {"lease_s": lease_s, "beat_s": 0.2}
+        self.workers.append(processes.Process(target=serve, kwargs=leased, **how))
         self.workers[-1].start()
         return self.workers[-1]
 
@@ -77,22 +79,31 @@ class Crew:
         return [(a.worker, a.outcome) for a in reversed(attempts)]
 
     def pause(self, worker: BaseProcess) -> None:
-        """Stops a worker, but not in the middle of a heartbeat's transaction, which would hold
-        SQLite's one write lock."""
-        for _ in range(100):
+        """Stops a worker, but not in the middle of a heartbeat's transaction, whose locks it would
+        keep."""
+
+        def stopped() -> bool:
             os.kill(worker.pid or 0, signal.SIGSTOP)
-            if self.database.dialect != "sqlite":
-                return
-            file = self.database.url.database or ""
-            probe = sqlite3.connect(file, timeout=0.2, isolation_level=None)
+            if not self.is_locked():
+                return True
+            os.kill(worker.pid or 0, signal.SIGCONT)
+            return False
+
+        eventually(stopped)
+
+    def is_locked(self) -> bool:
+        """Whether a transaction is under way."""
+        if self.database.dialect != "sqlite":
+            others = "datname = current_database() AND pid <> pg_backend_pid()"
+            states = self.rows(f"SELECT state FROM pg_stat_activity WHERE {others}")
+            return any(state != "idle" for (state,) in states)
+        file = self.database.url.database or ""
+        with closing(sqlite3.connect(file, timeout=0.2, isolation_level=None)) as probe:
             try:
                 probe.execute("BEGIN IMMEDIATE")
-                return
             except sqlite3.OperationalError:
-                os.kill(worker.pid or 0, signal.SIGCONT)
-            finally:
-                probe.close()
-        raise AssertionError("the worker could not be paused outside a transaction")
+                return True
+        return False
 
 
 @pytest.fixture
@@ -111,7 +122,7 @@ def test_each_due_slot_runs_once_under_many_workers(crew: Crew) -> None:
     for n in range(SCHEDULES):
         add(crew.database, f"s{n}")
     for n in range(WORKERS):
-        crew.start(f"w{n}", "run wait publish", lease_s=PATIENCE_S)
+        crew.start(f"w{n}", "run wait publish")
     eventually(lambda: crew.count("executed") == WORKERS)
     (crew.folder / "wait").touch()
     for hour in range(1, SLOTS + 1):
@@ -154,7 +165,7 @@ def test_a_beating_heart_holds_the_lease_and_a_worker_that_slept_publishes_nothi
         return schedules.list_schedules(crew.database, "nightly")[0].lease_until
 
     add(crew.database)
-    sleeper = crew.start("sleeper", "run wait publish", lease_s=12.0)
+    sleeper = crew.start("sleeper", "run wait publish")
     eventually(lambda: crew.count("executed") == 1)
     first = lease()
     crew.start("heir", "run wait-longer publish")

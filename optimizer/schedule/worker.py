@@ -51,6 +51,7 @@ def run_worker(
     owner: str | None = None,
     poll_s: float = POLL_S,
     lease_s: float = LEASE_S,
+    beat_s: float | None = None,
     clock: Callable[[], datetime] | None = None,
     stop: threading.Event | None = None,
     tell: Tell = lambda line: None,
@@ -60,12 +61,14 @@ def run_worker(
     and released.
 
     The first signal lets the job at hand finish, the second hands it back and raises
-    KeyboardInterrupt. Slots are due by ``clock``, the database's by default. A database that goes
+    KeyboardInterrupt. Slots are due by ``clock``, the database's by default; the lease is extended
+    every ``beat_s`` seconds, by default a third of ``lease_s``. A database that goes
     away later is waited for; one that cannot be used at the start raises DatabaseError.
     """
     # Process ids come back, and two containers may share a host name.
     owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     stop, has_begun, is_away = stop or threading.Event(), False, False
+    beat_s = beat_s or lease_s / BEATS_PER_LEASE
     outcomes = Counter[str](done=0, failed=0, lost=0, released=0)
     with stop_on_signals(stop):
         while not stop.is_set():
@@ -76,7 +79,7 @@ def run_worker(
                     log.warning("the database is back")
                 has_begun, is_away = True, False
                 if job is not None:
-                    outcomes[_attempt(job, run, lease_s, tell)] += 1
+                    outcomes[_attempt(job, run, lease_s, beat_s, tell)] += 1
                 elif once:
                     break
                 else:
@@ -91,11 +94,11 @@ def run_worker(
     return dict(outcomes)
 
 
-def _attempt(job: Job, run: Run, lease_s: float, tell: Tell) -> str:
+def _attempt(job: Job, run: Run, lease_s: float, beat_s: float, tell: Tell) -> str:
     """Runs a job and writes how it ended, which is returned."""
     result: Mapping[str, Any] | None = None
     error: str | None = None
-    with _heartbeat(job, lease_s):
+    with _heartbeat(job, lease_s, beat_s):
         try:
             result, outcome = run(job), "done"
         except LeaseLostError:
@@ -132,12 +135,12 @@ def _end(job: Job, outcome: str, *about: Any) -> str:
 
 
 @contextmanager
-def _heartbeat(job: Job, lease_s: float) -> Iterator[None]:
+def _heartbeat(job: Job, lease_s: float, beat_s: float) -> Iterator[None]:
     """Extends the lease from a thread, until the block ends or the job is lost."""
     end = threading.Event()
 
     def beat() -> None:
-        while not end.wait(lease_s / BEATS_PER_LEASE):
+        while not end.wait(beat_s):
             try:
                 if not job.extend(lease_s):
                     job.lost.set()
@@ -153,7 +156,7 @@ def _heartbeat(job: Job, lease_s: float) -> Iterator[None]:
     finally:
         end.set()
         # A database that hangs must not hang the worker: a late beat changes nothing.
-        thread.join(lease_s / BEATS_PER_LEASE)
+        thread.join(beat_s)
 
 
 @contextmanager
