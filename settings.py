@@ -301,7 +301,10 @@ class SearchSettings(Group):
         16, "Longest drafts recorded and searched.", ge=2, le=64, acts="native"
     )
     trials: int = setting(
-        400, "Optuna trials, dealt among the drafts.", ge=0, le=1_000_000, acts="native"
+        400,
+        "Optuna trials, dealt among the drafts; for an engine so many tables of each draft.",
+        ge=0,
+        le=1_000_000,
     )
     seed: Seed = setting(0, "Seed of the search.", option="search-seed")
     by_prompt: bool = setting(

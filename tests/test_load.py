@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -31,6 +32,7 @@ from spectune.db import upgrade
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Answered, Load, Prompt, Wanted
 from spectune.optimizer.replay.loads import Objective, Served
+from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.replay.serving import Simulated
 from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench
 from spectune.optimizer.tuning.load_search import LoadStudy
@@ -49,6 +51,8 @@ from spectune.traces.tables import Run
 
 BY_LOAD = '{"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 6, "4": 2}}}'
 TUNE = "tune --engine vllm --arrivals"
+FEW = ("--trials", 12)
+"""Tables that are tried: what is found is seeded with the best constants."""
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ def test_drafts_that_no_server_ran_are_not_judged(tmp_path: Path) -> None:
 
 
 def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
-    told = server.json(*TUNE.split(), "clients:1,3,8")
+    told = server.json(*TUNE.split(), "clients:1,3,8", *FEW)
     assert [load["off"] for load in told["loads"]] == [None] * 3
     assert all(load["loaded_0_tokens"]["tokens_per_s"] > 0 for load in told["loads"])
     low, middle, high = told["contexts"]["tokens"]
@@ -121,7 +125,7 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
         study = store.get_study(told["study"])
     assert study.n_trials == told["simulated"] > 7
     assert study.document["load"] == ["clients:1", "clients:3", "clients:8"]
-    last = server.call(*TUNE.split(), "clients:1,8", "--limit", "40")
+    last = server.call(*TUNE.split(), "clients:1,8", "--limit", "40", *FEW)
     shown = " ".join(last.output.split())
     assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
     what, command = last.stdout.splitlines()[-2:]
@@ -138,7 +142,7 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
     ):
         assert said in server.refused(*TUNE.split(), "clients:1", *more.split())
     told = " ".join(
-        server.call(*TUNE.split(), "clients:1", "--quick", "--threads", 1).stderr.split()
+        server.call(*TUNE.split(), "clients:1", "--quick", "--threads", 1, *FEW).stderr.split()
     )
     assert "--quick (acts on the native decoder)" in told
     assert "--set threads (acts on the native decoder or where policies are executed)" in told
@@ -215,6 +219,12 @@ def test_a_table_of_its_own_for_longer_contexts_where_that_pays(
     assert (document["gamma"], document.get("contexts")) == (gamma, contexts)
 
 
+@cache
+def texts_that_were_recorded() -> ReplayTrace:
+    """Those of :func:`served_traces.record_server`."""
+    return trace_of(40, budget=70)
+
+
 class Simulating:
     """An engine that answers at once what the simulator says of those texts, a little faster or
     slower each time, and ``drafting`` times as slow with a draft."""
@@ -223,7 +233,7 @@ class Simulating:
     runs_on: ClassVar = {"device": "cuda", "dtype": "bfloat16"}
 
     def __init__(self, noise: np.random.Generator, drafting: float = 1.0) -> None:
-        self.noise, self.drafting, self.trace = noise, drafting, trace_of(40, budget=70)
+        self.noise, self.drafting, self.trace = noise, drafting, texts_that_were_recorded()
         texts = self.trace.trajectories
         self.place = {tuple(t.prompt_ids[:-1].tolist()): n for n, t in enumerate(texts)}
 
@@ -263,7 +273,8 @@ def executing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     return started
 
 
-EXECUTE = (*TUNE.split(), "clients:1,8", "--limit", 24, "--serve", "--budget", "4s")
+EXECUTE = (*TUNE.split(), "clients:1,8", "--limit", 24, "--serve", "--budget", "2s", *FEW)
+NO_PAGE = ("--set", "report=none")
 
 
 def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
@@ -310,7 +321,7 @@ def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
     text = page.read_text()
     assert "under clients:1, clients:8" in text
     assert "clients:8" in text
-    again = server.json(*EXECUTE)
+    again = server.json(*EXECUTE, *NO_PAGE)
     assert again["published"] is None
     assert again["baselines"]["incumbent"]["id"] == winner
     in_force = "simulate --policy active --arrivals clients:8"
@@ -324,7 +335,7 @@ def test_no_draft_is_published_where_that_is_proved_faster_than_what_was_in_forc
     server: Door,
 ) -> None:
     """Not before something was: what servers draft by themselves was not measured."""
-    shown = " ".join(server.call(*EXECUTE).output.split())
+    shown = " ".join(server.call(*EXECUTE, *NO_PAGE).output.split())
     assert "No faster policy was confirmed. Nothing changes in deployment vllm on cpu" in shown
     assert "what servers of deployment vllm draft by themselves is not known: this" in shown
     assert "nothing is published, and servers of vllm go on as they were started" in shown
@@ -332,7 +343,7 @@ def test_no_draft_is_published_where_that_is_proved_faster_than_what_was_in_forc
     with opened(server.db) as store:
         assert store.list_publications() == ()
     server.json("policies", "activate", window(3).model_dump_json(), *there)
-    told = server.json(*EXECUTE)
+    told = server.json(*EXECUTE, *NO_PAGE)
     assert not parse_policy(told["winner"]["policy"]).speculates
     assert told["published"] == {
         "version": 2, "policy": told["winner"]["id"], "deployment": "vllm"
@@ -347,11 +358,11 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: li
     copied = '{"draft": "ngram", "window": {"kind": "fixed", "gamma": 2}}'
     for policy, name in ((tree, "trees"), (wide, "wide"), (copied, "copied")):
         server.json("policies", "activate", policy, "--pair", "demo", "--deployment", name)
-    told = server.json(*EXECUTE, "--no-publish", "--deployment", "trees")
+    told = server.json(*EXECUTE, *NO_PAGE, "--no-publish", "--deployment", "trees")
     assert "cannot run (vLLM cannot run trees" in told["reason"]
     assert told["baselines"]["incumbent"]["id"] == AUTOREGRESSIVE.id
     assert told["published"] is None
-    told = server.json(*EXECUTE, "--no-publish", "--deployment", "wide")
+    told = server.json(*EXECUTE, *NO_PAGE, "--no-publish", "--deployment", "wide")
     assert told["baselines"]["incumbent"]["predicted_tokens_per_s"] is None
     executing.clear()
     assert "it cannot load ngram" in server.error(*EXECUTE, "--deployment", "copied")
@@ -360,7 +371,7 @@ def test_what_cannot_run_is_not_what_is_to_be_beaten(server: Door, executing: li
 
 @pytest.mark.usefixtures("executing")
 def test_a_load_is_tuned_on_a_schedule(server: Door) -> None:
-    at = ["--cron", "@daily", "--now", "--pair", "demo", "--budget", "4s", "--limit", "24"]
+    at = ["--cron", "@daily", "--now", "--pair", "demo", "--budget", "4s", "--limit", "24", *FEW]
     how = ("--engine", "vllm", "--arrivals", "clients:1,8")
     said = server.refused("schedule", "add", "load", *at, *how)
     assert "say --serve with --engine" in said

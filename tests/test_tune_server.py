@@ -28,6 +28,7 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import Asked
 
 WORDS = ["def add(a, b):", "The quick brown fox", "Question: Ann has", "for i in range(10):"]
+FEW, NO_PAGE = ("--trials", 12), ("--set", "report=none")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def tune_words(fake: FakeVllm, tmp_path: Path) -> tuple[object, ...]:
     file = tmp_path / "prompts.jsonl"
     write_lines(file, [{"prompt": f"{WORDS[n % 4]} {n}"} for n in range(24)])
     where = ("tune", "--url", fake.url, "--folder", fake.folder, "--workload", file)
-    return *where, "--max-new-tokens", 12, "--budget", "2s", "--arrivals", "clients:1,3"
+    return *where, "--max-new-tokens", 8, "--budget", "1s", "--arrivals", "clients:1,2", *FEW
 
 
 def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_server_that_runs_is_tuned(door: Door, fake: FakeVllm, tmp_path: Path)
     assert told["texts"]["differ"] == 0
     labels = {one["label"] for one in told["executed"]}
     assert {"autoregressive", f"near fixed(gamma={MOST})"} <= labels  # off, and the server's own
-    assert [load["load"] for load in told["loads"]] == ["clients:1", "clients:3"]
+    assert [load["load"] for load in told["loads"]] == ["clients:1", "clients:2"]
     assert all(load["off"] is None for load in told["loads"])
     assert told["published"] is not None, told["reason"]
     version = told["published"]["version"]
@@ -125,19 +126,19 @@ def test_followed_traffic_is_tuned_on_by_hand_and_when_it_is_due(
     bodies = [{"prompt": [7 + n, 8, 9], "max_tokens": 12, "request_id": f"u{n}"} for n in range(24)]
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(fake.complete, bodies))
-    server = ("--url", fake.url, "--folder", fake.folder, "--budget", "2s")
+    server = ("--url", fake.url, "--folder", fake.folder, "--budget", "1s", *FEW)
     with opened(door.db) as store:
         follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
         follower.once()
         (recording,) = store.list_recordings()
-        told = door.json("tune", *server, "--recording", recording.id, "--no-publish")
+        told = door.json("tune", *server, *NO_PAGE, "--recording", recording.id, "--no-publish")
         assert [load["load"] for load in told["loads"]] == ["recorded"]
         assert told["texts"]["differ"] == 0
         assert fake.version == 0
         follower.once()
         assert store.get_recording(recording.id).n_requests == 24
         at = ("schedule", "add", "hourly", "--cron", "@hourly", "--now", "--since", "1h")
-        door.json(*at, *server, "--pair", tiny_pair, "--arrivals", "clients:1,3")
+        door.json(*at, *server, "--pair", tiny_pair, "--arrivals", "clients:1,2")
         door.call("schedule", "run", "--once")
         (row,) = door.json("schedule", "list", "hourly")["schedules"]
         result = row["attempts"][0]["result"]
@@ -152,9 +153,7 @@ def test_a_draft_that_only_vllm_has_is_asked_for_its_proposals(
     door: Door, pair: LoadedPair, tmp_path: Path
 ) -> None:
     with served(tmp_path / "folder", pair, method="mtp") as fake:
-        words = [*tune_words(fake, tmp_path), "--no-publish"]
-        words[words.index("--budget") + 1] = "1s"
-        told = Door(door.db).json(*words)
+        told = Door(door.db).json(*tune_words(fake, tmp_path), *NO_PAGE, "--no-publish")
         assert told["texts"]["differ"] == 0
         labels = {one["label"] for one in told["executed"]}
         assert {"autoregressive", f"mtp fixed(gamma={MOST})"} <= labels

@@ -168,7 +168,7 @@ def on_engine(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
     objective = objective_of(s.load)
     simulated = engine_bench(store, info, [], s.load.arrivals or "recorded", objective, **limit)
     note_missing_panoramas(info, len(simulated.ordinals), talk)
-    how: dict[str, Any] = {"seed": s.search.seed, "progress": talk.progress}
+    how: dict[str, Any] = {**_of_search(s), "progress": talk.progress}
     if s.serve and spec is not None:
         quiet_transformers(talk)
         how["start"] = starting(info.engine, spec, s.threads)
@@ -209,7 +209,7 @@ def on_server(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
             s.load.arrivals or loads,
             objective_of(s.load),
             fresh=s.fresh,
-            seed=s.search.seed,
+            **_of_search(s),
             progress=talk.progress,
             limit=None if sent else s.requests.limit,
             unit=s.load.unit,
@@ -220,6 +220,10 @@ def on_server(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Itera
         folder = shlex.quote(os.path.abspath(server.folder))
         restart = f"SPECTUNE_FOLDER={folder} {alone} --scheduler-cls {SCHEDULER}"
         yield Ready(bench, place, _prove_options(s, talk, account), restart)
+
+
+def _of_search(s: Tune) -> dict[str, int]:
+    return {"seed": s.search.seed, "trials": s.search.trials}
 
 
 def _prove_options(s: Tune, talk: Talk, account: Account) -> ProveOptions:

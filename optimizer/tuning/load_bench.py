@@ -13,7 +13,7 @@ from spectune.engines.start import start
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
 from spectune.optimizer.tuning.engine_bench import EngineBench, LoadOutcome
-from spectune.optimizer.tuning.load_search import LoadStudy, LoadTrial
+from spectune.optimizer.tuning.load_search import TRIALS, LoadStudy, LoadTrial
 from spectune.optimizer.tuning.pipeline import Raced
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
@@ -30,6 +30,7 @@ class LoadBench(EngineBench, Tunable):
 
     store: TraceStore = field(kw_only=True)
     seed: int = 0
+    trials: int = TRIALS
     progress: Progress = silent
 
     @classmethod
@@ -48,7 +49,7 @@ class LoadBench(EngineBench, Tunable):
         """Draft tokens by batch size, searched and stored. Raises PolicyError where no step that
         drafts was recorded."""
         with self.timed("search"):
-            study = LoadStudy(self, seed=self.seed, progress=self.progress)
+            study = LoadStudy(self, self.trials, self.seed, self.progress)
             trial = study.run()
         ranked = sorted(study.trials.values(), key=lambda one: -one.value)
         document = {

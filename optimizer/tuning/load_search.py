@@ -26,7 +26,7 @@ from spectune.runtime.policies.document import ByLoadWindow, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.errors import PolicyError
 
-TRIALS: Final = 300
+TRIALS: Final = 400
 """Tables of a draft that are tried."""
 SPREAD: Final = 2.0
 """Tables by context are tried where the 90th percentile of the steps' mean contexts is so many

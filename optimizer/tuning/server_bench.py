@@ -19,12 +19,13 @@ from spectune.engines.vllm.follow_policy import PolicyWriter, file_of
 from spectune.engines.vllm.locks import database_of
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.running import IN_FORCE_S, RunningServer
-from spectune.optimizer.recording.engine_profile import Design, serve_design
+from spectune.optimizer.recording.engine_profile import TOKENS, Design, serve_design
 from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.replay.loads import Objective, loads_of
 from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.optimizer.tuning.engine_bench import engine_bench
 from spectune.optimizer.tuning.load_bench import LoadBench
+from spectune.optimizer.tuning.load_search import TRIALS
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.progress import Progress, silent
@@ -79,6 +80,7 @@ def server_bench(
     *,
     fresh: bool = False,
     seed: int = 0,
+    trials: int = TRIALS,
     progress: Progress = silent,
     **how: Any,
 ) -> ServerBench:
@@ -93,7 +95,8 @@ def server_bench(
     bench = engine_bench(store, info, [], arrivals, objective, **how)
     costs = replace(bench.costs, passes={server.draft: bench.costs.passes[server.draft]})
     bench = replace(bench, costs=costs, start=lambda wanted: server, loaded=server.draft)
-    return ServerBench.of(bench, store, server=server, seed=seed, progress=progress)
+    of_search = {"seed": seed, "trials": trials, "progress": progress}
+    return ServerBench.of(bench, store, server=server, **of_search)
 
 
 def record_draft(
@@ -150,11 +153,12 @@ def _note_costs(
     store: TraceStore, server: RunningServer, info: Recording, clients: int, progress: Progress
 ) -> None:
     """Serves prompts of a recording under every doubled number of draft tokens in turns, from one
-    client to ``clients``."""
+    client to ``clients``. No request is for more tokens than one of the recording has."""
     texts = store.load(info.id, ()).trajectories
+    tokens = min(TOKENS, max(len(text.output_ids) for text in texts))
     spread = np.unique(np.linspace(0, len(texts) - 1, DESIGN_PROMPTS).astype(int))
     prompts = [Prompt("", texts[n].category, tuple(texts[n].prompt_ids.tolist())) for n in spread]
-    design = Design(prompts, server.wanted.most, clients)
+    design = Design(prompts, server.wanted.most, clients, tokens)
     serve_design(store, server.spec, server, server.draft, design, progress)
 
 
