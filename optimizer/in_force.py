@@ -17,7 +17,7 @@ from spectune.runtime.decoder import check_lossless, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.reload import Published, Status, WatchedSource
+from spectune.runtime.reload import PATIENCE_S, Published, Status, WatchedSource
 from spectune.traces.errors import PolicyError
 from spectune.traces.schema import Sampling, Verifier
 from spectune.traces.store import TraceStore
@@ -82,6 +82,7 @@ def watch(
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
     interval_s: float = 1.0,
+    patience_s: float = PATIENCE_S,
     node: str | None = None,
     warn: Callable[[str], None] = lambda line: print(printable(line), file=sys.stderr),
 ) -> Iterator[WatchedSource[Plan]]:
@@ -127,7 +128,13 @@ def watch(
     else:
         first = ready_plan(store, pair, initial, now, verifier, sampling)
     source = WatchedSource(
-        first, fetch, ready, acknowledge, interval_s=interval_s, retry=(DatabaseError,)
+        first,
+        fetch,
+        ready,
+        acknowledge,
+        interval_s=interval_s,
+        patience_s=patience_s,
+        retry=(DatabaseError,),
     )
     source.poll()
     with source:

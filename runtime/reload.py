@@ -44,6 +44,9 @@ class Versioned(Protocol):
 
 P = TypeVar("P", bound=Versioned)
 
+PATIENCE_S = 5.0
+"""Seconds that leaving a watch waits for its thread."""
+
 
 class WatchedSource(Generic[P]):
     """Follows publications. ``current()`` never blocks: it returns the last good policy.
@@ -55,8 +58,6 @@ class WatchedSource(Generic[P]):
     ``last_error`` why it was refused, or what the last look failed with. Leaving waits at most
     ``patience_s`` seconds for the thread; ``unfinished`` says what it then left undone."""
 
-    patience_s = 5.0
-
     def __init__(
         self,
         initial: P,
@@ -65,11 +66,12 @@ class WatchedSource(Generic[P]):
         acknowledge: Acknowledge,
         *,
         interval_s: float = 1.0,
+        patience_s: float = PATIENCE_S,
         retry: tuple[type[Exception], ...] = (),
     ) -> None:
         self._current, self.seen = initial, initial.version
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
-        self._interval_s, self._retry = interval_s, retry
+        self._interval_s, self.patience_s, self._retry = interval_s, patience_s, retry
         self._outcomes: list[tuple[int, Status, str]] = []
         """Those that are not acknowledged yet, oldest first."""
         self._refusal = self.last_error = self.unfinished = ""

@@ -39,6 +39,7 @@ SHORT = {"max_new_tokens": 16}
 LESS = {"trials": 8, "finalists": 2, "budget": "0.3s", "gamma_max": 12}
 QUICK = {**LESS, "tree_width": 2, "tree_depth": 3}
 CHAINS = {**LESS, "tree_width": 0}
+NO_PAGE = {"no_publish": True, "report": "none"}
 SIX = {"requests": 6, "duplicates": 0}
 """What is said of six requests of the workload."""
 Options = dict[str, Any]
@@ -377,7 +378,7 @@ def test_a_quick_tuning_leaves_trees_out_and_says_so(
     door: Door, workload: Options, tuned: dict[str, Any]
 ) -> None:
     how = {**workload, **LESS, "budget": "1s"}
-    found = door.call("tune", **how, quick=True, no_publish=True, json=True)
+    found = door.call("tune", **how, quick=True, **NO_PAGE, json=True)
     assert (
         "quick: at most 48 requests of at most 16 tokens, 8 trials, a race of 1s; draft trees are "
         "not tried" in found.stderr
@@ -409,14 +410,14 @@ def test_an_unfinished_recording_is_tuned_on_and_said_to_be_one(
     unfinished = "UPDATE recording SET state = 'recording', finished_at = NULL"
     run_sql(door.db, f"VACUUM INTO '{other.db}'")
     run_sql(other.db, f"{unfinished} WHERE id = '{recording}'")
-    found = other.call("tune", **CHAINS, recording=recording, no_publish=True, json=True)
+    found = other.call("tune", **CHAINS, recording=recording, **NO_PAGE, json=True)
     assert one_object(found.stdout)["recording"] == recording
     assert (
         f"{recording} was never finished: tuning on the 6 requests it holds (the `record`"
         in found.stderr
     )
     assert one_object(found.stdout)["workload"].items() >= SIX.items()
-    whole = door.call("tune", **workload, **CHAINS, limit=6, no_publish=True)
+    whole = door.call("tune", **workload, **CHAINS, limit=6, **NO_PAGE)
     assert "decode:" not in whole.stderr, "what is recorded is found"
     assert "never finished" not in whole.stderr
     words = next(x for x in whole.stdout.splitlines() if " policies show " in x)

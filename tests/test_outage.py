@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from databases import Server, opened, put_in_force, server_binaries
@@ -25,8 +26,8 @@ from spectune.optimizer.in_force import watch
 from spectune.optimizer.schedule import add_schedule, list_schedules, run_worker
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.reload import WatchedSource
 from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 PROMPT, TOKENS = "def add(a, b):", 24
 
@@ -98,21 +99,29 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
         assert len(store.list_publications(pair.id, "cpu", "default")) <= 1
 
 
-def test_a_server_that_hangs_stops_no_decode(
-    server: Server, pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass(frozen=True)
+class Asking(TraceStore):
+    """Says when it is asked for the version in force."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+
+    def active_version(self, *where: Any) -> int:
+        self.asked.set()
+        return super().active_version(*where)
+
+
+def test_a_server_that_hangs_stops_no_decode(server: Server, pair: LoadedPair) -> None:
     """The watcher has a thread of its own, and leaving it takes its patience and no longer."""
-    monkeypatch.setattr(WatchedSource, "patience_s", 0.5)
     with opened(server.url) as store:
         store.put_pair(pair.id, "tiny", pair.spec.to_json())
         put_in_force(store, pair.id, policy("near", 3))
-        begun = time.monotonic()
-        with watch(store, pair, None, None, interval_s=0.05) as source:
+        asking = Asking(store.database)
+        with watch(asking, pair, None, None, interval_s=0.05, patience_s=0.5) as source:
             server.signal(signal.SIGSTOP)
-            time.sleep(0.5)  # the watcher asks meanwhile, and is not answered
+            asking.asked.clear()
+            assert asking.asked.wait(PATIENCE_S)  # and is not answered
             decoder = Decoder(pair, source)
             rounds = [*decoder.rounds(asked(decoder, PROMPT, Sampling(), TOKENS))]
             assert rounds[-1].step.policy == policy("near", 3).id
-        assert time.monotonic() - begun < PATIENCE_S
         assert "was given up" in source.unfinished
         server.signal(signal.SIGCONT)

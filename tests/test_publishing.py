@@ -245,7 +245,8 @@ def removed(database: Database) -> None:
     schedules.remove_schedule(database, "nightly")
 
 
-def settings(pair: LoadedPair, workload: Path) -> dict[str, Any]:
+def settings(pair: LoadedPair, workload: Path, report: str | None = "none") -> dict[str, Any]:
+    """Those of a schedule; with None as ``report`` each attempt writes its page."""
     return {
         "pair": pair.spec.to_json(),
         "device": "cpu",
@@ -254,6 +255,7 @@ def settings(pair: LoadedPair, workload: Path) -> dict[str, Any]:
         "search": {"gamma_max": 5, "trials": 2},
         "trees": {"width": 0},
         "race": {"finalists": 1, "budget": "3s"},
+        "report": report,
     }
 
 

@@ -33,7 +33,7 @@ REQUESTS = 18
 @pytest.fixture
 def hourly(store: TraceStore, pair: LoadedPair, tmp_path: Path) -> str:
     """The name of a schedule, as `schedule add` stores it."""
-    texts = settings(pair, write_workload(tmp_path / "w.jsonl", REQUESTS))
+    texts = settings(pair, write_workload(tmp_path / "w.jsonl", REQUESTS), report=None)
     return schedules.add_schedule(store.database, "nightly", "@hourly", texts, now=T0).name
 
 
