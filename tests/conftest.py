@@ -47,10 +47,11 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_d
 AND pid <> pg_backend_pid() AND backend_type = 'client backend'
 """
 SLOWEST = (
-    "cli_flow schedules db store outage at_hand transfer imports "
-    "kill shortlists parity serving shortlist_replay python publishing by_prompt "
-    "processes distributed tree_parity shortlist_tuning pair head_states models head_drafting "
-    "fit_commands schedule_retries docs borders vllm"
+    "cli_flow schedules follow db store vllm_agent at_hand transfer imports "
+    "tune_server load kill parity shortlist_tuning shortlist_replay python publishing by_prompt "
+    "outage record_trees profiling vllm_server processes traces_query schedule_retries "
+    "fit_commands docs head_states hot_reload shortlists serving retrace head_drafting models "
+    "borders tree_parity pair"
 )
 """Test files that are begun first: the longest, as one of them would keep a single worker busy at
 the end. While the first tunes, and so compiles what is compiled, eight need none of it."""

@@ -281,15 +281,6 @@ def test_links_lead_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
 
 
-def test_nothing_tells_to_install_what_no_index_has() -> None:
-    """The name is not published: pages and messages say how a checkout or a wheel is installed."""
-    sources = [p for folder in ("db", "engines", "optimizer", "runtime", "traces") for p in
-               (ROOT / folder).rglob("*.py")]  # fmt: skip
-    texts = PAGES | {str(p): p.read_text(encoding="utf-8") for p in sources}
-    for name, text in texts.items():
-        assert not re.search(r"""pip install ['"]?spectune(?!-[0-9])""", text), name
-
-
 def test_the_index_lists_every_page() -> None:
     listed = set(re.findall(r"\]\(([\w/]+\.md)\)", PAGES["docs/README.md"]))
     listed |= set(re.findall(r"\]\(([\w/]+\.md)\)", PAGES["docs/results.md"]))

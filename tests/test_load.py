@@ -175,7 +175,7 @@ def made_up_search(
     loads = {f"{clients}/{context}": Load(clients) for clients, context in best}
     trace = SimpleNamespace(prompts=np.array([9]), offsets=np.array([0, 9]))
     values: Any = (None, VLLM, RULES, costs, trace, None, loads, Objective(), 1)
-    study = LoadStudy(MadeUp(*values))
+    study = LoadStudy(MadeUp(*values), num_trials=100)
     study._best_alone = lambda draft, places: [3] * len(places)  # type: ignore[method-assign]
     window = study.run().policy.window
     assert isinstance(window, (ByLoadWindow, FixedWindow))

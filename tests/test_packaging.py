@@ -52,11 +52,3 @@ def test_a_shell_completes_as_the_page_says() -> None:
     completion = kind(main, {}, "spectune", variable)
     assert f"{variable}=bash_complete" in completion.source()
     assert [found.value for found in completion.get_completions(["tune"], "--qu")] == ["--quick"]
-
-
-def test_an_image_takes_torch_for_cpus_first() -> None:
-    commands = re.findall(r"pip install .*", (ROOT / "Dockerfile").read_text())
-    assert [("whl/cpu" in line, "constraints.txt" in line) for line in commands] == [
-        (True, True),
-        (False, True),
-    ]

@@ -631,10 +631,10 @@ def test_a_fault_before_any_statement_changes_nothing_of_vllms(
             assert serve(failing, 2) == {name: expected[name] for name in ("r0", "r1")}
             failing.shutdown()
 
-    scenario()
+    # Its thread reaches some statements in some runs alone.
+    eventually(lambda: scenario() or len(faults.reached) > 0.8 * len(faults.lines))
     statements = sorted(faults.reached)
     for number in statements:
         faults.target = number
         scenario()
     print(f"{len(faults.lines)} statements, a fault before each of the {len(statements)} that ran")
-    assert len(statements) > 0.8 * len(faults.lines)
