@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import sqlalchemy as sa
 from databases import postgresql_server
+from hypothesis import HealthCheck, settings
 from sqlalchemy.engine import make_url
 
 from spectune.db import Database, open_database, upgrade
@@ -31,6 +32,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Texts are compared where rounding changes none: bench/gpu.py is for GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# By itself hypothesis fails a property where a case, or making some, takes long.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 TEMPLATE = "spectune_template"
 SCHEMA = """

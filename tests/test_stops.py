@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spectune.runtime.policies.document import parse_policy
@@ -27,7 +27,6 @@ def code(nats: float) -> int:
     return min(NAT_CODE_MAX, int(nats * NAT_SCALE))
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
 def test_max_prob_stops_below_the_threshold(threshold: float, q: float) -> None:
     triggered = triggers(stop("max_prob", threshold=threshold), code(-math.log(q)), 0, 0)
@@ -37,7 +36,6 @@ def test_max_prob_stops_below_the_threshold(threshold: float, q: float) -> None:
         assert triggered == (q < threshold)
 
 
-@settings(deadline=None)
 @given(st.floats(1e-6, 1.0), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12))
 def test_joint_prob_stops_when_the_product_falls_below(
     threshold: float, probs: list[float]
@@ -50,7 +48,6 @@ def test_joint_prob_stops_when_the_product_falls_below(
             assert triggers(compiled, 0, joint, 0) == (product < threshold)
 
 
-@settings(deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.01, 5.0), st.floats(0.0, 20.0))
 def test_entropy_stops_when_adaedls_bound_falls_below(
     threshold: float, scale: float, entropy: float

@@ -374,7 +374,7 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9)
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.text("abcxyz_", min_size=1, max_size=8), ARRAYS, max_size=4),
     st.dictionaries(st.text(max_size=8), st.integers(), max_size=3),
@@ -395,7 +395,7 @@ STEPS = st.tuples(*[COUNTS] * 7, st.text(max_size=5), st.text(max_size=5), *[TIM
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(STEPS, max_size=30))
 def test_any_steps_come_back_equal(steps: list[Step]) -> None:
     assert unpack_steps(pack_steps(steps)) == tuple(steps)
@@ -414,7 +414,7 @@ def test_any_trie_comes_back_equal(n: int, vocab: int, width: int, greedy: bool)
     assert unpack_trie(pack_trie(replace(trie, **some))) == replace(trie, **some)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 7))
 def test_a_flipped_bit_of_a_blob_is_noticed(where: int, bit: int) -> None:
     trie = a_panorama(a_trajectory(0), "small").trie
