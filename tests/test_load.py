@@ -17,6 +17,7 @@ import pytest
 from databases import opened
 from doors import Door
 from served_traces import (
+    COSTS,
     RULES,
     record_server,
     recorded,
@@ -172,11 +173,11 @@ def made_up_search(
             return cast(dict[str, Simulated], loads)
 
     costs = SimpleNamespace(passes={"small": (0, 5)}, beyond=lambda draft, batches: 0.0)
+    costs.of = lambda draft, gammas: COSTS
     loads = {f"{clients}/{context}": Load(clients) for clients, context in best}
     trace = SimpleNamespace(prompts=np.array([9]), offsets=np.array([0, 9]))
     values: Any = (None, VLLM, RULES, costs, trace, None, loads, Objective(), 1)
     study = LoadStudy(MadeUp(*values), num_trials=100)
-    study._best_alone = lambda draft, places: [3] * len(places)  # type: ignore[method-assign]
     window = study.run().policy.window
     assert isinstance(window, (ByLoadWindow, FixedWindow))
     return window
