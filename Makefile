@@ -41,8 +41,8 @@ test: $(VENV)/.installed-dev ## The tests (about 8 minutes on two idle cores)
 test-vllm: .venv-vllm/.installed ## The tests in a real vLLM on a CPU, in an environment of their own (3.7 GB)
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile tests/in_vllm $(ARGS)
 
-.venv-vllm/.installed: bench/install_vllm_cpu.sh pyproject.toml constraints.txt
-	bench/install_vllm_cpu.sh $(PYTHON)
+.venv-vllm/.installed: bench/served/install_vllm_cpu.sh pyproject.toml constraints.txt
+	bench/served/install_vllm_cpu.sh $(PYTHON)
 
 # Of the bench, whether what it calls is there: its figures take an hour, and nothing else runs all of it.
 CALLS = --config-file= --ignore-missing-imports --follow-imports=silent $(addprefix --disable-error-code=,import-untyped arg-type dict-item misc assignment)
@@ -52,7 +52,7 @@ lint: $(VENV)/.installed-dev ## Style and types
 	$(RUN) -m ruff format --check .
 	@mkdir -p $(VENV)/typing && ln -sfn $(CURDIR) $(VENV)/typing/spectune # mypy does not follow the editable install
 	MYPYPATH=$(VENV)/typing:tools $(RUN) -m mypy
-	MYPYPATH=$(VENV)/typing:bench:tests:tools $(RUN) -m mypy $(CALLS) $(patsubst bench/%.py,-m %,$(wildcard bench/*.py))
+	MYPYPATH=$(VENV)/typing:.:tests:tools $(RUN) -m mypy $(CALLS) -p bench
 
 wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environment
 	.ci/wheel $(RUN)

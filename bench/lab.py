@@ -9,7 +9,6 @@ import os
 import pickle
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,9 +16,6 @@ from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +25,7 @@ import transformers
 from pairs import fixed, make_pair, top_k
 from synthetic import flat_profile, with_heads
 
+from bench import RESULTS, ROOT
 from spectune.db.database import open_database
 from spectune.engines.engine import Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
@@ -56,8 +53,6 @@ from spectune.traces.schema import Sampling, Step, Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Recording
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 CATEGORIES = ("code", "prose", "math")
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=5)
 SAMPLINGS = (GREEDY, Sampling(0.7, top_p=0.95, seed=1), SAMPLED)

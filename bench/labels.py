@@ -18,7 +18,7 @@ OF_GPU: Final[Mapping[str, str]] = {
     "head, tree 8 wide, 4 levels, N 60": "head tree 8x4 N=60",
     "draft, the same tree": "small tree 8x4 N=60",
 }
-"""How results of GPUs name the policies that bench/gpu.py executes."""
+"""How results of GPUs name the policies that bench/gpu/native.py executes."""
 WINDOWS: Final[Mapping[str, int]] = {"fsm": 0, "cache_fsm": 0, "analytic": 0, "q_learning": 1}
 """Windows with a range, and its lower end where none is given."""
 STOPS: Final = ("max_prob", "joint_prob", "entropy")

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import map_page
 import numpy as np
-import paper_pages
-from claims import NOT_COMPARABLE, verdict
-from labels import short
-from verdicts import (
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from bench import RESULTS, ROOT
+from bench.labels import short
+from bench.map import page as map_page
+from bench.papers import pages as paper_pages
+from bench.papers.claims import NOT_COMPARABLE, verdict
+from bench.verdicts import (
     MET,
     NOT_MET,
     NOT_SHOWN,
@@ -26,8 +31,6 @@ from verdicts import (
     worst,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 Figures = dict[str, Any]
 
 

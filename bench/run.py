@@ -27,21 +27,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("bench", "tests", "tools")]
+sys.path.append(str(ROOT))
 
 EXACT = ("lossless", "rounding", "kills")
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = (*EXACT, *TIMED)
-MEASUREMENTS = ("gpu", "gpu_vllm", "load", "map", "nulls", "papers", "served", "speed")
-MEASUREMENTS += ("map_executed", "papers_executed")
+MEASUREMENTS = {
+    "gpu": "gpu.native",
+    "gpu_vllm": "gpu.vllm",
+    "load": "served.load",
+    "map": "map.cells",
+    "map_executed": "map.executed",
+    "nulls": "checks.nulls",
+    "papers": "papers.replayed",
+    "papers_executed": "papers.executed",
+    "served": "served.parts",
+    "speed": "checks.speed",
+}
+"""Measurements with options of their own, and the module of each."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs what is named, prints a table, returns the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is not imported yet
     if arguments and arguments[0] in MEASUREMENTS:
-        result = importlib.import_module(arguments[0]).main(arguments[1:])
+        result = _module(arguments[0]).main(arguments[1:])
         return int(result or 0)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -70,19 +81,23 @@ def main(arguments: Sequence[str]) -> int:
     return _report(names, state)
 
 
+def _module(name: str) -> Any:
+    return importlib.import_module(f"bench.{MEASUREMENTS.get(name, f'checks.{name}')}")
+
+
 def _about(name: str) -> str:
-    module = importlib.import_module(name)
+    module = _module(name)
     check = getattr(module, "check", None)
     return ((check or module).__doc__ or "").splitlines()[0]
 
 
 def _run(name: str, state: Path, *, quick: bool) -> None:
     """Runs a check and stores its figures."""
-    from lab import keep, origin
+    from bench.lab import keep, origin
 
     print(f"{name}: {_about(name)}", flush=True)
     began, before = time.time(), origin()
-    figures = importlib.import_module(name).check(state, quick)
+    figures = _module(name).check(state, quick)
     figures |= {"seconds": round(time.time() - began, 1), **before}
     path = _results(name, state)
     keep(path.stem, figures, path.parent)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported by those tests alone that need it
 # Where it is set, every process of the tests would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Texts are compared where rounding changes none: bench/gpu.py is for GPUs.
+# Texts are compared where rounding changes none: bench/gpu is for GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # By itself hypothesis fails a property where a case, or making some, takes long.

@@ -1,9 +1,9 @@
 """`kill -9` of `record` and `tune` at random moments, and what must hold after each: nothing
 committed is lost or changed.
 
-:func:`run_kills` is for tests and ``bench/kills.py``. The commands run as children of one warm
-process that forks (itself from the fork server of :mod:`doors`), so that a kill costs no second
-import of torch; they are real processes and die by a real SIGKILL.
+:func:`run_kills` is for tests and ``bench/checks/kills.py``. The commands run as children of one
+warm process that forks (itself from the fork server of :mod:`doors`), so that a kill costs no
+second import of torch; they are real processes and die by a real SIGKILL.
 """
 
 from __future__ import annotations

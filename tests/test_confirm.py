@@ -4,14 +4,13 @@ evidence as a whole is wrong."""
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import stdtrit
 
+from bench.checks import nulls
 from spectune.optimizer.tuning.confirm import (
     Spread,
     check_sample_size,
@@ -21,10 +20,6 @@ from spectune.optimizer.tuning.confirm import (
 )
 from spectune.optimizer.tuning.confirmation import LEAST, LEVEL, Confirmation
 from spectune.traces.errors import TraceError
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
-
-import nulls
 
 
 def ends(confirmed: Confirmation) -> tuple[float, float]:

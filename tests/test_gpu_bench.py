@@ -1,18 +1,15 @@
-"""bench/gpu.py on a CPU at a tiny size: that its parts run, before a GPU is at hand."""
+"""bench/gpu/native.py on a CPU at a tiny size: that its parts run, before a GPU is at hand."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from test_report import PLAIN, SLOWER, WINNER
 from test_report import tuned as tuning
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
-
-import gpu
+from bench.gpu import native as gpu
 
 ON_CPU = ("--device", "cpu", "--tiny")
 

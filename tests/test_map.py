@@ -1,16 +1,18 @@
-"""bench/map.py at a tiny size: cells are what replays by their costs would be, and docs/map.md says
+"""bench/map at a tiny size: cells are what replays by their costs would be, and docs/map.md says
 what bench/results/map.json shows."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench import lab, report
+from bench.map import cells as the_map
+from bench.map import costs, page
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.pair import read_pair
@@ -21,42 +23,26 @@ PUBLISHED = {"1b": 1.236e9, "3b": 3.213e9, "8b": 8.030e9, "70b": 70.55e9}
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    """The modules ``map``, ``map_costs``, ``map_page``, ``lab`` and ``report`` of bench/."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        import lab
-        import map as the_map
-        import map_costs
-        import map_page
-        import report
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-    return the_map, map_costs, map_page, lab, report
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return lab.halves(tmp_path_factory.mktemp("map"), 0.0, quick=True)
 
 
 @pytest.fixture(scope="module")
-def halves(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return bench[3].halves(tmp_path_factory.mktemp("map"), 0.0, quick=True)
-
-
-@pytest.fixture(scope="module")
-def drafted(bench: Any, halves: Any) -> dict[str, Any]:
+def drafted(halves: Any) -> dict[str, Any]:
     """Policies of two drafts, replayed."""
     limits = DraftLimits(rows=4096)
-    return {draft: bench[0].Drafted.of(halves, draft, limits) for draft in ("small", "head")}
+    return {draft: the_map.Drafted.of(halves, draft, limits) for draft in ("small", "head")}
 
 
 @pytest.mark.parametrize("draft", ["small", "head"])
 def test_a_cell_of_the_grid_is_what_a_replay_by_its_costs_gives(
-    bench: Any, halves: Any, drafted: dict[str, Any], draft: str
+    halves: Any, drafted: dict[str, Any], draft: str
 ) -> None:
-    the_map, map_costs, *_ = bench
     of_draft = drafted[draft]
     kinds = {the_map.mechanism(one.policy) for one in of_draft.tried}
     assert {"nothing", "chain", "window", "tree"} <= kinds
     for cost, slope in ((0.05, 0.003), (0.2, 0.1)):
-        profile = map_costs.grid_profile(halves.pair.id, draft, 4096, cost, slope)
+        profile = costs.grid_profile(halves.pair.id, draft, 4096, cost, slope)
         cells = of_draft.grid_seconds(cost, slope)
         for one, seconds in zip(of_draft.tried, cells, strict=True):
             replay = run_replay(halves.trace, one.policy, profile, approximate=True)
@@ -66,9 +52,9 @@ def test_a_cell_of_the_grid_is_what_a_replay_by_its_costs_gives(
 
 
 def test_policies_are_chosen_on_one_half_and_compared_on_the_other(
-    bench: Any, halves: Any, drafted: dict[str, Any]
+    halves: Any, drafted: dict[str, Any]
 ) -> None:
-    the_map, of_draft = bench[0], drafted["small"]
+    of_draft = drafted["small"]
     every = set(range(len(halves.trace.trajectories)))
     seconds = of_draft.grid_seconds(0.05, 0.003)
     before = the_map.judged(seconds, halves, of_draft.tried, every)
@@ -87,8 +73,7 @@ def test_policies_are_chosen_on_one_half_and_compared_on_the_other(
 
 
 @pytest.mark.parametrize("draft", ["medium", "head"])
-def test_one_client_takes_the_rounds_of_a_replay(bench: Any, halves: Any, draft: str) -> None:
-    the_map = bench[0]
+def test_one_client_takes_the_rounds_of_a_replay(halves: Any, draft: str) -> None:
     trace, order = the_map.servable(halves), halves.test
     policy = the_map.parse_policy({"draft": draft, "window": the_map.fixed(3)})
     replay = run_replay(halves.trace.select(order), policy, None, approximate=True)
@@ -97,15 +82,15 @@ def test_one_client_takes_the_rounds_of_a_replay(bench: Any, halves: Any, draft:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shapes_have_the_weights_of_published_models(bench: Any, name: str) -> None:
-    shape = bench[1].shape_of(name)
+def test_shapes_have_the_weights_of_published_models(name: str) -> None:
+    shape = costs.shape_of(name)
     tied = name in ("1b", "3b")
     embeddings = (1 if tied else 2) * shape.vocab * shape.hidden
     assert shape.layer_weights + embeddings == pytest.approx(PUBLISHED[name], rel=1e-3)
 
 
-def test_a_pass_takes_what_reading_its_weights_or_computing_its_products_takes(bench: Any) -> None:
-    demo, roofline = read_pair("demo"), bench[1].roofline
+def test_a_pass_takes_what_reading_its_weights_or_computing_its_products_takes() -> None:
+    demo, roofline = read_pair("demo"), costs.roofline
     terms = roofline(demo, "h200", "8b", "1b").terms
     # 15.01 GB of weights at 4.8 TB/s; 131,072 bytes of cache a token; 15.01 GFLOP a row
     assert terms["target"].at(rows=8, context=0) == pytest.approx(3.127e-3, rel=1e-3)
@@ -124,12 +109,11 @@ def test_a_pass_takes_what_reading_its_weights_or_computing_its_products_takes(b
     assert one.at(rows=1, context=0) == pytest.approx(15.01e9 / 1008e9, rel=1e-3)
 
 
-def test_pages_show_what_was_measured(bench: Any) -> None:
-    map_page, report = bench[2], bench[4]
+def test_pages_show_what_was_measured() -> None:
     figures = json.loads((ROOT / "bench" / "results" / "map.json").read_text())
     text = (ROOT / "docs" / "map.md").read_text()
-    assert report.between(text, "map", map_page.page(figures)) == text
-    assert map_page.figure(figures) == (ROOT / "docs" / "map.svg").read_text()
+    assert report.between(text, "map", page.page(figures)) == text
+    assert page.figure(figures) == (ROOT / "docs" / "map.svg").read_text()
     assert len(figures["cells"]) >= 500
     assert len(text.split()) <= 700
     assert sum(row["inside"] for row in figures["executed"]["rows"]) >= 4

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench import report, verdicts
+from bench.papers import claims
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """The modules ``report``, ``verdicts`` and ``claims`` of bench/."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        import claims
-        import report
-        import verdicts
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-    return report, verdicts, claims
 
 
 @pytest.mark.parametrize(
@@ -37,9 +25,8 @@ def bench() -> Any:
     ],
 )
 def test_only_the_unfavourable_end_of_an_interval_meets_a_target(
-    bench: Any, interval: tuple[float | None, float | None], target: float, verdict: str
+    interval: tuple[float | None, float | None], target: float, verdict: str
 ) -> None:
-    _, verdicts, _ = bench
     assert verdicts.at_least(interval, target) == verdict
     mirrored = [None if end is None else -end for end in reversed(interval)]
     assert verdicts.at_most(mirrored, -target) == verdict
@@ -57,22 +44,19 @@ def test_only_the_unfavourable_end_of_an_interval_meets_a_target(
     ],
 )
 def test_a_papers_figure_is_met_by_the_unfavourable_end_of_ours(
-    bench: Any, ours: list[float | None], bar: dict[str, float], verdict: str
+    ours: list[float | None], bar: dict[str, float], verdict: str
 ) -> None:
-    _, _, claims = bench
     assert claims.Claim("", "", **bar).verdict(ours) == verdict
 
 
 @pytest.mark.parametrize(("replayed", "verdict"), [(1.19, "**not met**"), (1.2, "met")])
-def test_what_is_executed_is_held_against_replay(bench: Any, replayed: float, verdict: str) -> None:
+def test_what_is_executed_is_held_against_replay(replayed: float, verdict: str) -> None:
     """Replay is met where it lies inside the executed interval."""
-    _, _, claims = bench
     row = {"claim": "executed", "ours": [1.26, 1.193, 1.339], "replayed": replayed}
     assert claims.verdict(row) == verdict
 
 
-def test_every_figure_of_a_paper_says_where_it_is_from(bench: Any) -> None:
-    report, _, claims = bench
+def test_every_figure_of_a_paper_says_where_it_is_from() -> None:
     figures = report.load("papers")
     made = figures.pop("made")
     assert made.keys() == figures.keys()
@@ -89,17 +73,15 @@ def test_every_figure_of_a_paper_says_where_it_is_from(bench: Any) -> None:
             assert part["costs"] or not r["cell"].endswith((", h100", ", 70b")), r
 
 
-def test_above_temperature_0_no_tree_of_our_score_is_called_the_papers(bench: Any) -> None:
-    report, _, _ = bench
+def test_above_temperature_0_no_tree_of_our_score_is_called_the_papers() -> None:
     cells = report.load("map")["cells"]
     names = {c["verdict"] for c in cells if c["temperature"] > 0}
     assert "own score" in names
     assert "tree" not in names
 
 
-def test_an_error_is_within_its_bar_only_where_its_interval_is(bench: Any) -> None:
+def test_an_error_is_within_its_bar_only_where_its_interval_is() -> None:
     """A median of 2% over four policies of 1 to 20% is no proof of 3%."""
-    report, verdicts, _ = bench
     few, many = [0.01, 0.02, 0.02, 0.2], [0.01, 0.02, 0.02] * 40
     low, high = verdicts.quantile_interval(many, 0.5)
     assert low == high == pytest.approx(0.02)
@@ -157,8 +139,7 @@ def holds(file: Path, key: str, figure: str) -> bool:
     return bool(stated & {figure, f"{part:g}", f"{1 + part:g}"})
 
 
-def test_every_figure_is_generated_or_linked_to_where_it_stands(bench: Any) -> None:
-    report, _, _ = bench
+def test_every_figure_is_generated_or_linked_to_where_it_stands() -> None:
     pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", MAP)}
     readme = pages["README.md"]
     for name, lines in (("headline", [report.headline()]), ("results", [report.highlights()])):
@@ -181,18 +162,16 @@ MAP = "docs/map.md"
         "[17.5%](docs/simulator.md)",
     ],
 )
-def test_a_figure_that_a_person_types_is_noticed(bench: Any, typed: str) -> None:
+def test_a_figure_that_a_person_types_is_noticed(typed: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert typed_figures("README.md", f"{text}\n{typed}\n") != []
-    report, _, _ = bench
     ratio = report.load("gpu-nvidia-h200")["tune"]["tuned"]["confirmed"]["ratio"]
     key = "bench/results/gpu-nvidia-h200.json#tune.tuned.confirmed.ratio"
     assert typed_figures("README.md", f"[{ratio:.2f} times]({key}) of 48 tokens") == []
 
 
-def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
+def test_what_won_and_what_is_left_out_stand_beside_a_claim() -> None:
     """The comparison with a server without a draft; the GPU's ballast; the default verifier."""
-    report, _, _ = bench
     said = report.highlights()
     (off,) = (r for r in report.load("load-vllm")["regret"]["together"] if r["constant"] == "off")
     ratio, low, high = off["share"]
@@ -207,8 +186,7 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim(bench: Any) -> None:
     assert f"costs a chain {low} to {high}% of its speed" in said
 
 
-def test_the_error_of_closed_forms_stands_beside_that_of_replay(bench: Any) -> None:
-    report, _, _ = bench
+def test_the_error_of_closed_forms_stands_beside_that_of_replay() -> None:
     (small, *_) = report.load("acceptance-fidelity")["tau_by_gamma"].values()
     beta = small[1] - 1.0  # of one token: accepted where it is not rejected
     error = sum(beta**i for i in range(len(small))) / small[-1] - 1
@@ -218,8 +196,7 @@ def test_the_error_of_closed_forms_stands_beside_that_of_replay(bench: Any) -> N
     assert row.endswith("| 0.0% |")
 
 
-def test_what_gpus_measured_is_shown_side_by_side_with_day_and_code(bench: Any) -> None:
-    report, _, _ = bench
+def test_what_gpus_measured_is_shown_side_by_side_with_day_and_code() -> None:
     shown = "\n".join(report.gpus())
     for name in ("h200", "h100-80gb-hbm3"):
         figures = report.load(f"gpu-nvidia-{name}")
@@ -251,8 +228,7 @@ def test_the_page_of_a_paper_begins_with_verdicts_and_its_tables_are_narrow(page
     assert notes == used == set(range(1, len(notes) + 1))
 
 
-def test_results_are_a_page(bench: Any) -> None:
-    report, _, _ = bench
+def test_results_are_a_page() -> None:
     assert len(report.results().split()) <= 1500
     assert "gamma=" not in report.results() + report.highlights()
 
@@ -279,6 +255,5 @@ def test_results_are_a_page(bench: Any) -> None:
          "medium: small K=2 over ngram K=3; tau +1.0%"),
     ],
 )  # fmt: skip
-def test_labels_have_a_short_form(bench: Any, label: str, short: str) -> None:
-    report, _, _ = bench
+def test_labels_have_a_short_form(label: str, short: str) -> None:
     assert report.short(label) == short

@@ -1,4 +1,4 @@
-"""Faults of the agent in a real vLLM, of any number: for tests and ``bench/served_faults.py``.
+"""Faults of the agent in a real vLLM, of any number: for tests and ``bench/served/faults.py``.
 
 One engine serves them all: each fault has a scheduler of its own, built as vLLM builds it.
 """

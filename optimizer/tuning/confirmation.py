@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 LEVEL: Final = 0.98
 """Two-sided level of the interval: its lower end is above the truth in one of 100 confirmations
-(`bench/nulls.py` counts them)."""
+(`bench/checks/nulls.py` counts them)."""
 FLOOR: Final = 1.01
 """A ratio below is not worth a publication."""
 LEAST: Final = 5

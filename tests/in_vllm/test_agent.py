@@ -54,7 +54,7 @@ def test_without_a_policy_every_step_is_vllms_own(steps: Steps, tmp_path: Path) 
 
 
 def test_a_fault_before_a_statement_changes_no_text(steps: Steps) -> None:
-    """Before each of a few; ``bench/served_faults.py`` has all."""
+    """Before each of a few; ``bench/served/faults.py`` has all."""
     figures = raise_faults(steps, texts_of_vllm(steps), every=25)
     print(figures)
     assert (figures["failed"], figures["texts_differ"]) == (0, 0)

@@ -1,0 +1,1 @@
+"""Which mechanism is fastest at which cost."""

@@ -1,0 +1,1 @@
+"""What the four papers claim, beside what is measured here."""

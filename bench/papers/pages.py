@@ -1,0 +1,243 @@
+"""A page for each paper: verdicts in words, tables of its figures and ours, causes as notes. Called
+by `python bench/report.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from bench.labels import short
+from bench.papers.claims import CLAIMS, NOT_COMPARABLE, verdict
+from bench.verdicts import MET, NOT_MET, NOT_SHOWN
+
+Figures = dict[str, Any]
+DRAFTS = ("small", "medium", "head")
+
+
+class Paper(NamedTuple):
+    """A paper's title, and the claims that its first lines sum up: (what they are, keys of
+    :data:`papers.claims.CLAIMS`)."""
+
+    title: str
+    groups: Mapping[str, Sequence[str]]
+
+
+EXECUTED = {"Executed": ("executed",)}
+PAPERS: Final = {
+    "heterospec": Paper(
+        "HeteroSpec",
+        {
+            "Tau over EAGLE-2's": ("tau", "tau 1"),
+            "Speed at the paper's settings": ("speed", "speed 1"),
+            "Speed, both tuned": ("tuned",),
+            **EXECUTED,
+        },
+    ),
+    "c2t": Paper(
+        "C2T",
+        {
+            "Verified tokens at EAGLE-2's tau": ("nodes",),
+            "Trained on another draft or other texts": ("transfer", "texts"),
+            "Speed, both tuned": ("tuned",),
+            **EXECUTED,
+        },
+    ),
+    "dynaspec": Paper(
+        "DynaSpec",
+        {
+            "Tau kept with a shortlist": ("full",),
+            "Tau over FR-Spec's at as many tokens": ("routed",),
+            "Tau with fewer clusters at later steps": ("decayed",),
+            **EXECUTED,
+        },
+    ),
+    "on_the_fly": Paper(
+        "On-the-fly adaptation",
+        {
+            "Speed over the constant 5": ("window", "window 1"),
+            "Speed, both tuned": ("tuned",),
+            "A draft for each prompt": ("choice",),
+            **EXECUTED,
+        },
+    ),
+    "verifier": Paper(
+        "The verifier, and our own score",
+        {
+            "Tau of chains by `coupled` over `rejection`": ("coupled",),
+            "Speed of the best `coupled` policy over the best by `rejection`": ("verified",),
+            "Verified tokens at EAGLE-2's tau, our score": ("sharp",),
+            **EXECUTED,
+        },
+    ),
+    "joint": Paper(
+        "All of them together",
+        {
+            "Mechanisms together over the best alone": ("together",),
+            "What the search chooses over the best of 120 in hindsight": ("regret",),
+            "What it chooses over the fastest of 16, executed": ("regret executed",),
+        },
+    ),
+}
+ABOUT = (
+    "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
+    "intervals (95%) are over requests and do not hold the error of costs. Ratios; below 1 is a "
+    "loss, of verified tokens and seconds a gain. Costs: `cpu`, two CPU cores; `h100`, rounds of a "
+    "pair ballasted to 8B; `70b`, a 70B target. A verdict holds the unfavourable end of our "
+    "interval against the smallest gain of the paper's table; what is executed is to have replay's "
+    "figure inside its interval. Policies are in short form; `bench/results/papers.json` spells "
+    "them out. What is measured, and what is done otherwise: [the papers](../papers.md)."
+)
+
+
+def rows_of(figures: Figures, paper: str) -> list[Figures]:
+    """The rows of all parts of a paper."""
+    names = [name for name in figures if name == paper or name.startswith(f"{paper}_")]
+    return [row for name in names for row in figures[name]["rows"]]
+
+
+def page(figures: Figures, made: Figures, paper: str) -> str:
+    """The page of a paper."""
+    rows = rows_of(figures, paper)
+    notes: dict[str, int] = {}
+    groups = _groups(rows)
+    by_draft = {key: group for key, group in groups.items() if "" not in group}
+    alone = {key: group for key, group in groups.items() if "" in group}
+    drafts = [draft for draft in DRAFTS if any(draft in group for group in by_draft.values())]
+    lines = [f"# {PAPERS[paper].title}", "", *verdicts(paper, rows), ""]
+    if by_draft:
+        lines += _table(drafts, [_row(key, group, drafts, notes) for key, group in
+                                 by_draft.items()])  # fmt: skip
+    if alone:
+        lines += _table(["ours"], [_row(key, group, [""], notes) for key, group in alone.items()])
+    if notes:
+        lines += ["Notes:", "", *(f"{number}. {why}" for why, number in notes.items()), ""]
+    parts = [name for name in figures if name == paper or name.startswith(f"{paper}_")]
+    sources = {
+        f"- costs `{cost}`: {source}"
+        for name in parts
+        for cost, source in figures[name]["costs"].items()
+    }
+    told = [
+        f"- `python {figures[name]['command']}`: {made[name]['measured']}, code of "
+        f"{made[name]['code']}"
+        for name in parts
+    ]
+    about = ["## How it was measured", "", ABOUT, "", *told, *sorted(sources), ""]
+    return "\n".join([*lines, *about])
+
+
+def verdicts(paper: str, rows: Sequence[Figures]) -> list[str]:
+    """At most five lines: how many verdicts there are, and each group of claims."""
+    held = [row for row in rows if verdict(row) != NOT_COMPARABLE]
+    first = f"- **{_word(held)}.** {len(held)} figures are held against a bar: {_counts(held)}."
+    lines = [first]
+    for title, claims in PAPERS[paper].groups.items():
+        group = [row for row in rows if row["claim"] in claims]
+        if claims == ("executed",):
+            inside = sum(verdict(row) == MET for row in group)
+            lines.append(f"- {title}: replay's figure lies inside the executed interval in "
+                         f"{inside} of {len(group)} policies.")  # fmt: skip
+            continue
+        values = [row["ours"][0] for row in group if row["ours"][0] is not None]
+        said = dict.fromkeys(CLAIMS[claim].figure for claim in claims)
+        theirs = "; ".join(figure for figure in said if figure != "none")
+        of_paper = f"the paper {theirs}; " if theirs else ""
+        judged = [row for row in group if verdict(row) != NOT_COMPARABLE]
+        count = f"{len(group)} figure{'s' * (len(group) != 1)}"
+        span = _span(min(values), max(values), CLAIMS[claims[0]].figure)
+        lines.append(
+            f"- {title}: {of_paper}ours {span} in {count}"
+            + (f": {_counts(judged)}." if judged else ", held against nothing.")
+        )
+    return lines
+
+
+def summary(figures: Figures) -> list[tuple[str, ...]]:
+    """A row for each paper: a link to its page, and counts of verdicts."""
+    rows = []
+    for name, paper in PAPERS.items():
+        counts = Counter(verdict(row) for row in rows_of(figures, name))
+        each = (str(counts[kind]) for kind in (MET, NOT_SHOWN, NOT_MET))
+        rows.append((f"[{paper.title}](papers/{name}.md)", *each))
+    return rows
+
+
+def _word(rows: Sequence[Figures]) -> str:
+    """All verdicts in a word or three."""
+    counts = Counter(verdict(row) for row in rows)
+    half = len(rows) / 2
+    if max(counts.values()) == len(rows):
+        return {MET: "Met", NOT_SHOWN: "Not shown", NOT_MET: "Not met"}[verdict(rows[0])]
+    if counts[MET] > half:
+        return "Mostly met"
+    return "Mostly not met" if counts[NOT_MET] > half else "Met in part"
+
+
+def _span(low: float, high: float, theirs: str) -> str:
+    """Smallest and largest of our ratios, as the paper has its own: a share, or a change."""
+    if theirs[0].isdigit() and "%" in theirs:
+        ends = (f"{100 * end:.0f}" for end in (low, high))
+    else:
+        ends = (f"{100 * (end - 1):+.1f}" for end in (low, high))
+    return " to ".join(dict.fromkeys(ends)) + "%"
+
+
+def _counts(rows: Iterable[Figures]) -> str:
+    counts = Counter(verdict(row) for row in rows)
+    kinds = ((MET, "met"), (NOT_SHOWN, "not shown"), (NOT_MET, "not met"))
+    return ", ".join(f"{counts[kind]} {name}" for kind, name in kinds if counts[kind])
+
+
+def _groups(rows: Iterable[Figures]) -> dict[tuple[str, str, str], dict[str, Figures]]:
+    """Rows of one claim and place by draft; of none where it is not of one."""
+    groups: dict[tuple[str, str, str], dict[str, Figures]] = {}
+    for row in rows:
+        draft, _, place = row["cell"].partition(", ")
+        if draft not in DRAFTS:
+            draft, place = "", row["cell"]
+        claim = CLAIMS[row["claim"]]
+        groups.setdefault((claim.title, claim.figure, place), {})[draft] = row
+    return groups
+
+
+def _row(
+    key: tuple[str, str, str],
+    group: Mapping[str, Figures],
+    drafts: Sequence[str],
+    notes: dict[str, int],
+) -> tuple[str, ...]:
+    """Cells of a row; new causes get the next numbers in ``notes``."""
+    cells = (figure(group[draft]["ours"]) if draft in group else "" for draft in drafts)
+    told: dict[str, list[str]] = {}
+    for draft in drafts:
+        if draft in group:
+            told.setdefault(verdict(group[draft]), []).append(draft)
+    words = "; ".join(
+        kind if len(told) == 1 else f"{', '.join(of)} {kind}" for kind, of in told.items()
+    )
+    numbers = [notes.setdefault(why, len(notes) + 1) for why in _causes(group)]
+    return (*key, *cells, words + f" ({', '.join(map(str, numbers))})" * bool(numbers))
+
+
+def figure(ours: Sequence[float | None]) -> str:
+    """A figure and its interval."""
+    value, low, high = ours
+    if value is None:
+        return "beyond the baseline"
+    return f"{value:.3f}" + (f" ({low:.3f} to {high:.3f})" if low and high else "")
+
+
+def _causes(group: Mapping[str, Figures]) -> Iterable[str]:
+    """Why figures are not met, each once: of drafts alike, or one after the other."""
+    whys = {draft: short(row["why"]) for draft, row in group.items()
+            if row["why"] and verdict(row) != MET}  # fmt: skip
+    if len({row["why"] for row in group.values()}) == 1 or "" in whys:
+        return dict.fromkeys(whys.values())
+    return (f"{draft}: {why}" for draft, why in whys.items())
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    names = ("claim", "paper", "where", *columns, "verdict (notes)")
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]

@@ -1,0 +1,1 @@
+"""What is promised of a vLLM that serves, in a real one."""

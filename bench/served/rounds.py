@@ -1,0 +1,248 @@
+"""Every round of a vLLM server, predicted from what its draft proposed once.
+
+By drafter (a draft model, an EAGLE-3 head, prompt lookup, an MTP layer that the demo trains) greedy
+texts are recorded twice: by a server that accepts none of its drafts, and by requests that are
+forced to emit what was recorded. Then every number of draft tokens and two tables by load are
+served, one request at a time and eight, and each round is held against what either recording
+predicts. Texts at temperature 0.8 are forced as well: rounds are held against them, and what they
+predict of other numbers of tokens against texts that those served. What a drafter came to is stored
+as it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.lab import ROOT, chain, requests, say, stored
+from spectune.engines.abilities import VLLM
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.command import speculative_config
+from spectune.engines.vllm.retrace import Retracer
+from spectune.engines.vllm.server import OwnServer
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.recording.on_engine import EngineRun, prompts_of, record_on
+from spectune.optimizer.replay.trace import open_trace, simulate
+from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.text_codec import load_codec
+from spectune.traces.schema import Sampling
+from train_demo import mtp
+
+MOST, SEATS, TOKENS, COUNT = 8, 8, 64, 10
+DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}
+TABLES = ({"1": 6, "3": 0, "6": 2}, {"1": 8, "2": 5, "4": 3, "7": 1})
+SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
+TEMPERATURE, SAMPLED_COUNT = 0.8, 300
+OF_TAU = (1, 2, 4)
+"""Tokens whose mean accepted length is predicted from texts at temperature 0.8."""
+RECORDED = 4
+"""Tokens that the recorded texts were served with."""
+Round = tuple[int, int, int]
+"""Start, drafted, accepted."""
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    state = ROOT / ".acceptance"
+    state.mkdir(exist_ok=True)
+    file = state / "served-rounds.json"
+    drafters = json.loads(file.read_text()) if file.exists() and not quick else {}
+    for method in DRAFTERS:
+        if method not in drafters:
+            drafters[method] = Drafter(state, method, quick).measure()
+            say({k: v for k, v in drafters[method].items() if k != "rows"})
+            if not quick:
+                file.write_text(json.dumps(drafters))
+    figures = drafters.values()
+    rounds = sum(each["rounds"] + each["sampled"]["rounds"] for each in figures)
+    differ = sum(each["differ"] + each["sampled"]["differ"] for each in figures)
+    proposals = sum(each["proposals_differ"] for each in figures)
+    return {
+        "summary": f"{rounds} rounds of {', '.join(drafters)}: {differ} differ; of the proposals "
+        f"that were recorded twice {proposals} do",
+        "holds": not differ and not proposals and all(map(is_near, figures)),
+        "rounds": rounds,
+        "differ": differ,
+        "drafters": drafters,
+    }
+
+
+def is_near(figures: Mapping[str, Any]) -> bool:
+    """Whether what was predicted of other texts is within 2% where its half-width is under 1%."""
+    return all(
+        abs(row["predicted"]["tau"] / row["executed"]["tau"] - 1) < 0.02
+        for row in figures["sampled"]["tau"]
+        if row["predicted"]["half_width"] < 0.01
+    )
+
+
+class Drafter:
+    """One drafter of vLLM, its prompts and where its texts are recorded."""
+
+    def __init__(self, state: Path, method: str, quick: bool) -> None:
+        self.method, self.quick, self.draft = method, quick, DRAFTERS[method]
+        self.spec = read_pair("demo")
+        if method == "mtp":
+            target = mtp.checkpoint(state / "mtp")
+            self.spec = PairSpec(name="mtp", target=str(target), methods=("mtp",))
+        self.store = stored(state / f"rounds-{method}.db", fresh=True)
+        self.tokens = 12 if quick else TOKENS
+        self.codec = load_codec(self.spec)
+
+    def prompts(self, count: int) -> tuple[Prompt, ...]:
+        return prompts_of(self.codec, requests(4 if self.quick else count), self.options(0.0))
+
+    def options(self, temperature: float) -> DecodeOptions:
+        return DecodeOptions(Sampling(temperature), self.tokens)
+
+    @contextmanager
+    def serving(self, **more: Any) -> Iterator[OwnServer]:
+        """A server of it with prefix caching, which makes forced requests cheap."""
+        path = self.spec.drafts.get(self.draft)
+        config = speculative_config(path, MOST, SEATS, self.method) | more
+        arguments = f"--enable-prefix-caching --speculative-config '{json.dumps(config)}'"
+        os.environ |= {"SPECTUNE_VLLM_ARGS": f"{SMALL} {arguments}"}
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        length = max(len(prompt.ids) for prompt in self.prompts(SAMPLED_COUNT)) + self.tokens
+        server = OwnServer(self.spec, Wanted(self.draft, MOST, SEATS, length, threads=1))
+        try:
+            yield server
+        finally:
+            server.close()
+
+    def record(self, server: OwnServer, count: int, temperature: float) -> tuple[str, int]:
+        """A recording of what a server serves and what its draft proposes there; its positions."""
+        policy, options = chain(self.draft, RECORDED), self.options(temperature)
+        run = EngineRun(self.prompts(count), policy, Load(SEATS), options)
+        info = record_on(self.store, self.spec, server, run, fresh=True)
+        self.store.finish_recording(info.id)
+        positions = Retracer(self.store, info, server, outstanding=SEATS).run().positions
+        say(f"{self.method}: {positions} positions at temperature {temperature:g}")
+        return info.id, positions
+
+    def measure(self) -> dict[str, Any]:
+        gammas = range(0, MOST + 1, 4 if self.quick else 1)
+        windows = ({"kind": "by_load", "gamma": table} for table in TABLES)
+        tables = ({"draft": self.draft, "window": window} for window in windows)
+        policies = [*(chain(self.draft, g) for g in gammas), *map(parse_policy, tables)]
+        none = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * MOST}
+        with self.serving(**none) as server:
+            zero, positions = self.record(server, COUNT, 0.0)
+        with self.serving() as server:
+            forced, positions_forced = self.record(server, COUNT, 0.0)
+            rows: list[dict[str, Any]] = []
+            for policy in policies:
+                for clients in (1, SEATS):
+                    answers = self.execute(server, COUNT, policy, clients, 0.0)
+                    by_zero, by_forced = (self.compare(policy, answers, r) for r in (zero, forced))
+                    about: dict[str, Any] = {"policy": policy.label(), "clients": clients}
+                    rows.append(about | by_forced | {"differ_by_zero": by_zero["differ"]})
+                    say(rows[-1])
+            sampled = self.measure_sampled(server)
+        return {
+            "positions": {"zero": positions, "forced": positions_forced},
+            "proposals_differ": self.proposals_differ(zero, forced),
+            "first_position": self.first_position(forced),
+            "rounds": sum(row["rounds"] for row in rows),
+            "differ": sum(row["differ"] + row["differ_by_zero"] for row in rows),
+            "sampled": sampled,
+            "rows": rows,
+        }
+
+    def measure_sampled(self, server: OwnServer) -> dict[str, Any]:
+        """Rounds over texts at temperature 0.8, and mean accepted lengths predicted from them."""
+        count = SAMPLED_COUNT if self.method == "draft_model" else COUNT
+        recording, positions = self.record(server, count, TEMPERATURE)
+        recorded = self.store.load(recording, (), steps=True).requests
+        answers = [Answered(request.trajectory, request.steps) for request in recorded]
+        figures = self.compare(chain(self.draft, RECORDED), answers, recording)
+        taus = []
+        for gamma in OF_TAU if count == SAMPLED_COUNT else ():
+            policy = chain(self.draft, gamma)
+            replay = simulate(self.store, recording, policy, None).replay
+            answers = self.execute(server, count, policy, SEATS, TEMPERATURE)
+            emitted = [[step.emitted for step in a.steps[1:]] for a in answers]
+            executed = np.array([[len(each), sum(each)] for each in emitted])
+            predicted = tau_of(replay.counts[:, :2])
+            taus.append({"gamma": gamma, "predicted": predicted, "executed": tau_of(executed)})
+            say(taus[-1])
+        return {"positions": positions, **figures, "tau": taus}
+
+    def execute(
+        self, server: OwnServer, count: int, policy: Policy, clients: int, temperature: float
+    ) -> list[Answered]:
+        """The prompts served under a policy, in their order."""
+        prompts = self.prompts(count)
+        options = self.options(temperature)
+        how: dict[str, Any] = {"sampling": options.sampling, "max_new_tokens": self.tokens}
+        answers = server.execute(prompts, policy, Load(clients), **how)
+        by_id = {answer.trajectory.request_id: answer for answer in answers}
+        return [by_id[prompt.id] for prompt in prompts]
+
+    def compare(
+        self, policy: Policy, answers: Sequence[Answered], recording: str
+    ) -> dict[str, Any]:
+        """Executed rounds that a recording predicts; ``texts``: requests whose text is another."""
+        trace = open_trace(self.store, recording, drafts=[self.draft]).trace
+        gammas = VLLM.tables(policy, draft=self.draft, most=MOST, max_num_seqs=SEATS)[0]
+        rounds = differ = 0
+        texts = []
+        for n, (answer, text) in enumerate(zip(answers, trace.trajectories, strict=True)):
+            begin, end = trace.offsets[n : n + 2]
+            proposed = trace.copies[self.draft][:, begin:end]
+            # the last round may draft, and accept, beyond the text
+            executed = [
+                (s.start, s.drafted, min(s.accepted, end - begin + 1 - s.start))
+                for s in answer.steps[1:]
+            ]
+            predicted = predict(proposed, gammas, [step.batch for step in answer.steps])
+            if answer.trajectory.output_ids.tolist()[1:] != text.output_ids.tolist():
+                texts.append(answer.trajectory.request_id)
+            rounds += len(executed)
+            differ += sum(a != b for a, b in zip_longest(executed, predicted))
+        return {"rounds": rounds, "differ": differ, "texts": texts}
+
+    def proposals_differ(self, *recordings: str) -> int:
+        """Positions at which two recordings propose other tokens, or as many of another number."""
+        traces = [open_trace(self.store, r, drafts=[self.draft]).trace for r in recordings]
+        one, other = (trace.copies[self.draft] for trace in traces)
+        return int((one != other).any(0).sum())
+
+    def first_position(self, recording: str) -> float:
+        """Share of the recorded positions at which the first proposed token is the text's."""
+        _, agree = open_trace(self.store, recording, drafts=[self.draft]).trace.copies[self.draft]
+        return float((agree > 0).mean())
+
+
+def predict(
+    proposed: npt.NDArray[np.uint8], gammas: Sequence[int], batches: Sequence[int]
+) -> list[Round]:
+    """The rounds of a text after its first token. ``proposed`` [2, positions]: from each start how
+    many tokens are proposed, and how many of them the text goes on with; ``gammas``: drafted tokens
+    by the batch size of the step before; ``batches``: of the executed steps."""
+    start, rounds, (lengths, agree) = 0, list[Round](), proposed.astype(int)
+    for batch in batches:
+        if start >= len(lengths):
+            break
+        drafted = min(gammas[batch], lengths[start])
+        accepted = min(drafted, agree[start])
+        rounds.append((start + 1, drafted, accepted))
+        start += accepted + 1
+    return rounds
+
+
+def tau_of(counts: npt.NDArray[np.int64]) -> dict[str, float]:
+    """The mean accepted length of requests' rounds and tokens [requests, 2], and the half-width of
+    its 95% interval over requests, as a share of it."""
+    rounds, tokens = counts.T
+    tau = tokens.sum() / rounds.sum()
+    spread = np.sqrt(len(counts) / (len(counts) - 1) * np.square(tokens - tau * rounds).sum())
+    return {"tau": float(tau), "half_width": float(1.96 * spread / rounds.sum() / tau)}
