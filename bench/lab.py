@@ -1,15 +1,10 @@
-"""What the checks share: command lines and results, pairs, a recorded and fitted laboratory of
-each, policies of every kind, and execution side by side."""
+"""What checks share: pairs, a recorded and fitted laboratory of each, policies of every kind, and
+execution side by side."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import pickle
-import platform
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import combinations
@@ -21,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import scipy.stats
 import torch
-import transformers
 from pairs import fixed, make_pair, top_k
 from synthetic import flat_profile, with_heads
 
-from bench import RESULTS, ROOT
+from bench.harness import say
 from spectune.db.database import open_database
 from spectune.engines.engine import Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
@@ -65,83 +59,14 @@ Document = dict[str, Any]
 Item = TypeVar("Item")
 
 
-# --------------------------------------------------------------------------- scripts and results
-
-
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """A command line whose help is a module's docstring."""
-    return argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
-def keep(name: str, figures: Document, folder: Path = RESULTS) -> None:
-    """Writes ``bench/results/NAME.json``."""
-    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def run_parts(
-    about: str | None,
-    name: str,
-    parts: Mapping[str, Callable[[bool], Any]],
-    arguments: Sequence[str],
-) -> None:
-    """A measurement of parts, ``--only`` some of them, each given whether it is to be ``--quick``:
-    then nothing is stored, else each part's figures are added to those of
-    ``bench/results/NAME.json`` as it ends, and by what they were ``made``."""
-    parser = parser_of(about)
-    parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
-    parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
-    options = parser.parse_args(arguments)
-    path = RESULTS / f"{name}.json"
-    for part in options.only:
-        made = parts[part](options.quick)
-        print(json.dumps(made), flush=True)
-        if not options.quick:
-            figures = json.loads(path.read_text()) if path.exists() else {}
-            by_part = {**figures.get("made", {}), part: origin()}
-            keep(name, {**figures, part: made, "made": by_part})
-
-
-def origin() -> dict[str, Any]:
-    """When, by which code (the commit; ``+`` where files differ from it) and in what figures are
-    measured."""
-    git = ("git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*")
-    found = subprocess.run(git, capture_output=True, text=True)
-    code = found.stdout.strip() or "unknown"
-    today = datetime.now(UTC).date().isoformat()
-    return {"measured": today, "code": code, "environment": environment()}
-
-
-def say(what: object) -> None:
-    """A line on how far a check is."""
-    print(f"  {what}", flush=True)
-
-
-def environment() -> dict[str, Any]:
-    """What figures were measured in."""
-    versions = {name.__name__: name.__version__ for name in (torch, transformers)}
-    return {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        **versions,
-        "load_before": os.getloadavg()[0],
-    }
-
-
 # ------------------------------------------------------------------------------ pairs and requests
-
-
-ON: dict[str, str] = {"device": "cpu"}
-"""Where pairs are."""
 
 
 def demo(
     drafts: Sequence[str] | None = None, dtype: str = "auto", name: str = "demo"
 ) -> LoadedPair:
-    """The pair that ships, or one of a folder, on the CPU unless :data:`ON` says otherwise."""
-    pair = load_pair(read_pair(name), **ON, dtype=dtype, drafts=drafts)
+    """The pair that ships, or one of a folder."""
+    pair = load_pair(read_pair(name), device="cpu", dtype=dtype, drafts=drafts)
     torch.set_num_threads(pair.threads)
     return pair
 

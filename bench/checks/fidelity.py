@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
+from bench.harness import say, state_folder
 from bench.lab import (
     GAMMA,
     GREEDY,
@@ -21,7 +22,6 @@ from bench.lab import (
     laboratory,
     measured,
     requests,
-    say,
     spread_over,
     stored,
 )
@@ -41,7 +41,7 @@ KINDS = {"chains": 16, "trees": 14, "shortlists": 10}
 """How many policies of each kind are executed."""
 
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+def check(quick: bool) -> dict[str, Any]:
     """Predicted against executed tokens/s: 40 policies of every kind, interleaved, and the final
     tables of `tune`.
 
@@ -53,6 +53,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     it. Errors are told as predicted, and after the one common factor of each profile that is fitted
     to the same executions; the bars are for the latter.
     """
+    state = state_folder(quick)
     lab = laboratory(state, "demo", GREEDY, quick)
     if not quick:  # the laboratory's may be of a time when the machine ran at another pace
         lab = replace(lab, profile=measured(lab.store, lab.pair, lab.recording))

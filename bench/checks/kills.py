@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 from kill_driver import run_kills
 from pairs import make_pair
 
+from bench.harness import state_folder
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+
+def check(quick: bool) -> dict[str, Any]:
     """kill -9 at 50 random moments of record and tune: the database stays sound, both resume,
     nothing is lost."""
+    state = state_folder(quick)
     folder = state / "kills"
     shutil.rmtree(folder, ignore_errors=True)  # databases of before are not today's
     folder.mkdir()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.lab import SAMPLINGS, Lab, laboratory, say, spread_over, tau_of, unlike
+from bench.harness import say, state_folder
+from bench.lab import SAMPLINGS, Lab, laboratory, spread_over, tau_of, unlike
 from spectune.optimizer.execute import Encoded
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import ReplayTrace
@@ -19,13 +19,14 @@ TEXTS = 16
 """Of a policy."""
 
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+def check(quick: bool) -> dict[str, Any]:
     """Texts under chains, trees and heads, shortlisted or not, are autoregression's, and its are
     those of transformers' `generate`; replayed rounds are the executed ones.
 
     Two architectures, temperatures 0, 0.7 (top-p 0.95) and 1, each with a third of the policies;
     the thirds of two drafts differ.
     """
+    state = state_folder(quick)
     rows: list[dict[str, Any]] = []
     generated = unlike_generate = 0
     for name in ("demo", "gpt2"):

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from bench.lab import chain, demo, requests, run_parts, say
+from bench.harness import Part, say
+from bench.lab import chain, demo, requests
 from spectune.optimizer.execute import DecodeOptions, Executor, encode
 from spectune.optimizer.tuning.confirm import (
     RACE_SHARE,
@@ -230,11 +230,10 @@ def real(quick: bool) -> dict[str, Any]:
     return {"tunings": count, "published": published, "rows": rows}
 
 
-def main(arguments: Sequence[str]) -> None:
-    parts = {
-        "nulls": partial(of_sizes, 1000, 1.0),
-        "tails": partial(of_tails, 1000),
-        "power": partial(of_sizes, 300, 1.05),
-        "real": real,
-    }
-    run_parts(__doc__, "nulls", parts, arguments)
+RESULT = "nulls"
+PARTS: dict[str, Part] = {
+    "nulls": lambda quick: of_sizes(1000, 1.0, quick),
+    "tails": lambda quick: of_tails(1000, quick),
+    "power": lambda quick: of_sizes(300, 1.05, quick),
+    "real": real,
+}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.lab import CATEGORIES, chain, compare, demo, requests, say, stored
+from bench.harness import say, state_folder
+from bench.lab import CATEGORIES, chain, compare, demo, requests, stored
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.replay.trace import open_trace
 from spectune.optimizer.tuning.confirmation import finite
@@ -23,7 +24,7 @@ from spectune.traces.tables import LatencyProfile
 DRAFTS = ("small", "medium")
 
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+def check(quick: bool) -> dict[str, Any]:
     """The published winner against the best of gamma 0..12 of every chain draft, executed
     exhaustively, on three workloads.
 
@@ -31,6 +32,7 @@ def check(state: Path, quick: bool = False) -> dict[str, Any]:
     each other alone, as the best of many that are nearly alike owes something to luck. Where the
     only draft is as large as the target, nothing may be published.
     """
+    state = state_folder(quick)
     pair = demo(DRAFTS)
     rows: list[dict[str, Any]] = []
     profile: LatencyProfile | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from operator import ne
-from pathlib import Path
 from typing import Any
 
 from synthetic import flat_profile
 
-from bench.lab import SAMPLINGS, chains, demo, gpt2, requests, say, spread_over, trees
+from bench.harness import say, state_folder
+from bench.lab import SAMPLINGS, chains, demo, gpt2, requests, spread_over, trees
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.decoder import prepare_for
@@ -25,13 +25,14 @@ TEXTS = {"demo": 16, "gpt2": 28}
 """Of a policy and temperature, by pair."""
 
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+def check(quick: bool) -> dict[str, Any]:
     """Texts under chains, trees and heads that differ from autoregression's in float32 and
     bfloat16, counted.
 
     They may: a pass of another number of tokens sums in another order. Autoregression executed once
     more may not, which is what the check holds.
     """
+    state = state_folder(quick)
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         for name, count in TEXTS.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from bench.lab import CATEGORIES, compare, demo, fixed, requests, top_k
+from pairs import fixed, top_k
+
+from bench.lab import CATEGORIES, compare, demo, requests
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.schema import Sampling
@@ -14,7 +15,7 @@ from spectune.traces.schema import Sampling
 TREE, CHAIN, REJECTION = "coupled tree", "coupled chain", "rejection chain"
 
 
-def check(state: Path, quick: bool = False) -> dict[str, Any]:
+def check(quick: bool) -> dict[str, Any]:
     """Temperatures 0.7 and 1, executed: coupled trees against coupled chains and classical
     rejection."""
     pair = demo()

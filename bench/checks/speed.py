@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pairs import fixed, top_k
 from synthetic import drifting_text, flat_profile
 
-from bench.lab import GREEDY, SAMPLED, demo, fixed, recorded, requests, run_parts, top_k
+from bench.lab import GREEDY, SAMPLED, demo, recorded, requests
 from spectune.db.database import open_database
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.replay.fast_replay import run_replay
@@ -148,5 +149,4 @@ def _rates(loaded: LoadedRecording, draft: str, sampling: Sampling) -> dict[str,
     return {"tabulated_trees_per_s": rates, "replayed_million_rounds_per_s": replayed}
 
 
-def main(arguments: Sequence[str]) -> None:
-    run_parts(__doc__, "speed", {"replay": replay, "trees": trees}, arguments)
+RESULT, PARTS = "speed", {"replay": replay, "trees": trees}

@@ -34,12 +34,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pairs import fixed, top_k
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bench import ROOT
 from bench.checks.rounding import plain_policies, texts_that_differ
 from bench.gpu.ballast import LARGE, TINY, build
-from bench.lab import GREEDY, ROOT, environment, fixed, parser_of, requests, say, top_k
+from bench.harness import keep, parser_of, result_file, say, timed
+from bench.lab import GREEDY, requests
 from bench.report import table
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
@@ -552,21 +555,18 @@ def main(arguments: Sequence[str]) -> int:
     file = asked.out
     if file is None and not asked.tiny:
         slug = re.sub("[^a-z0-9]+", "-", on.lower()).strip("-")
-        file = ROOT / "bench" / "results" / f"gpu-{slug}.json"
+        file = result_file(f"gpu-{slug}")
     failed = 0
     for part in asked.parts or parts:
-        began = time.perf_counter()
-        figures = {"on": on, "measured": time.strftime("%Y-%m-%d"), "environment": environment()}
-        figures["about"] = " ".join((parts[part].__doc__ or "").split())
         try:
-            figures |= parts[part](bench)
+            measured, made = timed(lambda part=part: parts[part](bench))
         except Exception:  # the other parts may still be had
             traceback.print_exc()
             failed = 1
             continue
-        figures["seconds"] = time.perf_counter() - began
+        about = " ".join((parts[part].__doc__ or "").split())
+        figures = {"on": on, "about": about, **measured, **made}
         print(f"\n{part}: {figures['seconds']:.0f} s\n", *rows_table(figures), sep="\n", flush=True)
         if file is not None:
-            known = json.loads(file.read_text()) if file.exists() else {}
-            file.write_text(json.dumps({**known, part: figures}, indent=1) + "\n")
+            keep(file, (json.loads(file.read_text()) if file.exists() else {}) | {part: figures})
     return failed

@@ -39,8 +39,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from bench import ROOT
 from bench.gpu.ballast import LARGE, build
-from bench.lab import GREEDY, ROOT, origin, parser_of, say, stored
+from bench.harness import origin, parser_of, say
+from bench.lab import GREEDY, stored
 from bench.served.live import (
     DRAFT,
     await_version,

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.lab import RESULTS, demo, keep, say, stored
+from bench import RESULTS
+from bench.harness import keep, say
+from bench.lab import demo, stored
 from bench.report import table
 from bench.served.live import DRAFT, PAIR, temporary_folder, windowed
 from bench.verdicts import MET, NOT_MET, NOT_SHOWN, at_least, exactly
@@ -410,7 +412,7 @@ def collect(folder: Path, results: Path | None = None) -> int:
     figures = gathered(brought, demo((DRAFT,)))
     slug = re.sub("[^a-z0-9]+", "-", figures["on"].lower()).strip("-")
     place = results or (folder if figures["is_tiny"] else RESULTS)
-    keep(f"gpu-vllm-{slug}", figures, place)
+    keep(place / f"gpu-vllm-{slug}.json", figures)
     for name in ("speed", "taus"):
         if rows := figures[name]:
             lines = table(list(rows[0]), [[_cell(x) for x in row.values()] for row in rows])

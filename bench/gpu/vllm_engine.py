@@ -4,31 +4,26 @@ nothing is published, and what the agent costs a step."""
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_engine import Replaceable, Steps
 from vllm_faults import compare_steps, decide, num_differing
 
 from bench.gpu.vllm import Bench, Figures, Rows, failed
-from bench.served.live import DRAFT, temporary_folder
-from bench.served.overhead import SEATS, Engine, cost
+from bench.served.live import DRAFT, MAX_LEN, temporary_folder
+from bench.served.overhead import SEATS, Engine, cost, in_process
 from spectune.engines.engine import Wanted
 from spectune.engines.vllm.agent import Scheduler
-from spectune.engines.vllm.server import installed, server_arguments
-
-MAX_LEN = 512
 
 
 def measure_inside(bench: Bench, rows: Rows, names: Sequence[str]) -> None:
     """Adds a row for each named part of this module."""
     parts: dict[str, Callable[[Bench, LLMEngine], Figures]] = {"steps": steps, "cost": agent_cost}
-    llm = started(bench)
+    wanted = Wanted(DRAFT, max(bench.size.gammas), SEATS, MAX_LEN)
+    llm = in_process(bench.spec, wanted, Replaceable)
     for name in names:
         began = time.monotonic()
         try:
@@ -37,26 +32,6 @@ def measure_inside(bench: Bench, rows: Rows, names: Sequence[str]) -> None:
             figures = failed(error)
         rows.add(name, {**figures, "seconds": time.monotonic() - began})
     llm.engine_core.shutdown()
-
-
-def started(bench: Bench) -> LLMEngine:
-    """vLLM's engine with the draft, as a server of ours is started, whose scheduler can be
-    replaced."""
-    _, on_cpu = installed()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if on_cpu:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    wanted = Wanted(DRAFT, max(bench.size.gammas), SEATS, MAX_LEN)
-    words = server_arguments(bench.spec, wanted, cpu=on_cpu, has_agent=False)
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    known, _ = parser.parse_known_args(words)  # those of the HTTP server are unknown
-    arguments = EngineArgs.from_cli_args(known)
-    arguments.scheduler_cls = Replaceable
-    hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
-    try:
-        return LLMEngine.from_engine_args(arguments)
-    finally:
-        sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
 
 
 def steps(bench: Bench, llm: LLMEngine) -> Figures:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pairs import fixed, top_k
 
-from bench.lab import (
-    CATEGORIES,
-    RESULTS,
-    ROOT,
-    Halves,
-    halves,
-    origin,
-    parser_of,
-    say,
-)
+from bench.harness import say, state_folder
+from bench.lab import CATEGORIES, Halves, halves
 from bench.map.costs import Floats, flat, grid_profile, named, price
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Load
@@ -412,8 +404,9 @@ def recording(state: Path, temperature: float, quick: bool, **options: Any) -> H
     return replace(h, trace=h.trace.select(sorted(fit + test)), fit=fit, test=test)
 
 
-def replayed(state: Path, quick: bool) -> dict[str, Any]:
+def replayed(quick: bool) -> dict[str, Any]:
     """All cells."""
+    began, state = time.process_time(), state_folder(quick)
     cells: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
     left_out: dict[str, int] = {}
@@ -465,7 +458,8 @@ def replayed(state: Path, quick: bool) -> dict[str, Any]:
                         served = Served.of(h, trace, draft, batch, groups["all"], one.profile)
                         cells.append({**key, **served.cell(np.ones(1))})
     about = {"hardware": hardware, "left_out": left_out, "first_token": first}
-    return {**about, "cells": cells}
+    core_s = round(time.process_time() - began)
+    return {**about, "core_seconds": core_s, "cells": cells}
 
 
 def first_token(h: Halves, draft: str) -> float:
@@ -474,31 +468,13 @@ def first_token(h: Halves, draft: str) -> float:
     return round(replay.total.accepted_tokens / replay.total.rounds, 4)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Stores the cells in ``bench/results/map.json``."""
-    write_part("replay", replayed, __doc__, arguments)
-
-
-def write_part(
-    name: str,
-    measure: Callable[[Path, bool], dict[str, Any]],
-    about: str | None,
-    arguments: Sequence[str],
-) -> None:
-    """Adds what ``measure(state, quick)`` returns to ``bench/results/map.json``, where a cell is a
-    line; not of a ``--quick`` run."""
-    parser = parser_of(about)
-    parser.add_argument("--quick", action="store_true", help="a tiny size, which is not stored")
-    quick = parser.parse_args(arguments).quick
-    state, path = ROOT / ".acceptance" / ("quick" if quick else "."), RESULTS / "map.json"
-    state.mkdir(parents=True, exist_ok=True)
-    began = time.process_time()
-    part = measure(state, quick)
-    part |= {"core_seconds": round(time.process_time() - began), **origin()}
-    if quick:
-        return
-    figures = {**json.loads(path.read_text()), name: part}
-    cells = part.pop("cells", figures.pop("cells", []))
-    text = json.dumps({**figures, "cells": []}, indent=1)
+def store(file: Path, part: str, figures: dict[str, Any], made: dict[str, Any]) -> None:
+    """Adds a part to the map, in which a cell is a line."""
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    cells = figures.pop("cells", kept.pop("cells", []))
+    text = json.dumps({**kept, part: figures | made, "cells": []}, indent=1)
     rows = ",\n".join(map(json.dumps, cells))
-    path.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")
+    file.write_text(text.replace('"cells": []', f'"cells": [\n{rows}\n]') + "\n")
+
+
+RESULT, PARTS = "map", {"replay": replayed}

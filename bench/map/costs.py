@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from bench.lab import GAMMA, RESULTS, ROOT, Halves
+from bench import RESULTS, ROOT
+from bench.lab import GAMMA, Halves
 from bench.map.roofline import roofline, shape_of
 from spectune.optimizer.profiles import profile_for
 from spectune.runtime.costs import RoundKind, pass_seconds

@@ -7,7 +7,6 @@ tunings executed on GPUs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,17 @@ import numpy as np
 import torch
 from pairs import fixed, top_k
 
+from bench import RESULTS
 from bench.gpu.ballast import TINY, Shape, build
-from bench.lab import RESULTS, Halves, compare, measured
+from bench.harness import state_folder
+from bench.lab import Halves, compare, measured
 from bench.map.cells import (
     Drafted,
     best_of_each,
     categories,
     recording,
+    store,
     times_as_fast,
-    write_part,
 )
 from bench.map.costs import Named, named
 from spectune.optimizer.execute import encode_recorded
@@ -36,11 +37,6 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.traces.tables import LatencyProfile
 
-
-def main(arguments: Sequence[str]) -> None:
-    write_part("executed", executed, __doc__, arguments)
-
-
 EXECUTED = (
     *((0.0, "medium", "code"), (0.0, "head", "math"), (0.0, "small", "prose")),
     *((1.0, "medium", "math"), (1.0, "head", "code")),
@@ -48,10 +44,11 @@ EXECUTED = (
 """Temperature, draft and category of the cells of this machine that are executed."""
 
 
-def executed(state: Path, quick: bool) -> dict[str, Any]:
+def executed(quick: bool) -> dict[str, Any]:
     """Cells of this machine executed, after its costs are measured, on requests that chose nothing,
     and what tunings executed on GPUs. Predicted intervals are of draws of as many requests as were
     executed."""
+    state = state_folder(quick)
     rows, greedy = [], recording(state, 0.0, quick)
     profile = measured(greedy.store, greedy.pair, greedy.recording)
     for temperature, draft, category in EXECUTED[: 1 if quick else None]:
@@ -154,3 +151,7 @@ ON_GPUS = {
     "ngram fixed(gamma=12)": {"draft": "ngram", "window": fixed(12)},
 }
 """Policies by the labels of the tunings' results."""
+
+
+RESULT, PARTS = "map", {"executed": executed}
+__all__ = ["PARTS", "RESULT", "store"]

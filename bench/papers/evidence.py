@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.lab import RESULTS, ROOT, Halves, halves, measured, run_parts, say
+from bench import RESULTS
+from bench.harness import run_parts, say, state_folder
+from bench.lab import Halves, halves, measured
 from bench.papers.claims import CLAIMS
 from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.replay.fast_replay import run_replay
@@ -46,7 +47,7 @@ def run_rows(
     name: str,
     parts: Mapping[str, Callable[[bool], list[Document]]],
     arguments: Sequence[str],
-) -> None:
+) -> int:
     """Runs parts of a paper's tables, and adds their rows to ``bench/results/papers.json``, with
     the command that makes them and where their costs are from. With ``--pair FOLDER`` parts are of
     that pair, and called ``PART_PAIR``."""
@@ -66,7 +67,7 @@ def run_rows(
         return {"command": command, "costs": used, "rows": rows}
 
     named = {f"{part}{of_pair}": partial(made, part) for part in parts}
-    run_parts(about, "papers", named, rest)
+    return run_parts(about, "papers", named, rest)
 
 
 # ----------------------------------------------------------------------------- recordings and costs
@@ -91,13 +92,6 @@ def recorded_chains(temperature: float, quick: bool) -> Halves:
         return recorded(temperature, quick)
     options: dict[str, Any] = {"count": 120, "verifier": "rejection", "trees": False}
     return halves(state_folder(quick), temperature, quick, **options, **ON_PAIR)
-
-
-def state_folder(quick: bool) -> Path:
-    """Where recordings and fits are kept."""
-    state = ROOT / ".acceptance" / "quick" if quick else ROOT / ".acceptance"
-    state.mkdir(parents=True, exist_ok=True)
-    return state
 
 
 def cells(temperature: float, quick: bool) -> Iterator[tuple[Halves, str, str]]:

@@ -44,8 +44,8 @@ from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
 
 
-def main(arguments: Sequence[str]) -> None:
-    run_rows(__doc__, "papers_executed", PARTS, arguments)
+def main(arguments: Sequence[str]) -> int:
+    return run_rows(__doc__, "papers_executed", PARTS, arguments)
 
 
 def heterospec(quick: bool) -> list[Document]:

@@ -25,6 +25,7 @@ from pairs import chain, fixed
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import roc_auc_score
 
+from bench.harness import state_folder
 from bench.lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves, halves
 from bench.papers.evidence import (
     ACCEPTED,
@@ -46,7 +47,6 @@ from bench.papers.evidence import (
     row,
     run_rows,
     speedup,
-    state_folder,
 )
 from bench.papers.shortlists import dynaspec
 from spectune.demo.corpus import code_documents
@@ -75,8 +75,8 @@ SIZES = (2, 4, 8, 12, 16, 24, 32, 60)
 DEPTHS = (1, 2, 3, 4, 6, 8)
 
 
-def main(arguments: Sequence[str]) -> None:
-    run_rows(__doc__, "papers", PARTS, arguments)
+def main(arguments: Sequence[str]) -> int:
+    return run_rows(__doc__, "papers", PARTS, arguments)
 
 
 # -------------------------------------------------------------------------------------- HeteroSpec

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from pairs import chain
 
+from bench.harness import state_folder
 from bench.lab import EAGLE_WIDTH, Halves
-from bench.papers.evidence import ROUNDS, Document, cells, over, replayed, row, state_folder
+from bench.papers.evidence import ROUNDS, Document, cells, over, replayed, row
 from spectune.demo.corpus import code_documents, prose_documents
 from spectune.optimizer.fit.dynaspec import fit_router, hidden_states
 from spectune.optimizer.fit.fr_spec import fit_fr_spec

@@ -11,7 +11,7 @@ from typing import Any
 from doors import Door
 from pairs import chain, make_pair
 
-from bench.lab import say
+from bench.harness import say
 from bench.served.live import run_json, temporary_folder
 from spectune.demo.prompts import demo_workload
 

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_engine import Replaceable, Steps, engine, engine_ahead
 from vllm_faults import break_folder, compare_steps, raise_faults, texts_of_vllm
 
-from bench.lab import say
+from bench.harness import say
 from spectune.engines.vllm.agent import Scheduler
 
 ENGINES: dict[str, Callable[..., AbstractContextManager[Steps]]] = {

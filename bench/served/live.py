@@ -9,21 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from bench.lab import ROOT, interval_of, requests
+from bench import ROOT
+from bench.lab import interval_of, requests
 from spectune.engines.engine import Prompt, Wanted
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import prompts_of
-from spectune.runtime.pair import read_pair
+from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import EngineError
@@ -31,18 +32,26 @@ from spectune.traces.store import TraceStore
 
 DRAFT, MOST, SEATS, MAX_LEN = "small", 8, 16, 512
 GIVE_UP_S, LOOK_S = 60.0, 0.005
+OFF = "none"
+"""The draft of a server without one."""
+ARGUMENTS = os.environ.get("SPECTUNE_VLLM_ARGS", "")
 PAIR = read_pair("demo")
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[OwnServer]:
-    """A vLLM server of the demo pair; ``arguments``: what else it is started with."""
-    os.environ["SPECTUNE_VLLM_ARGS"] = " ".join(arguments)
-    server = OwnServer(PAIR, Wanted(DRAFT, MOST, SEATS, MAX_LEN))
-    try:
+def serving(
+    *arguments: str,
+    spec: PairSpec = PAIR,
+    draft: str = DRAFT,
+    seats: int = SEATS,
+    threads: int | None = None,
+) -> Iterator[OwnServer]:
+    """A vLLM server of a pair, which ends with the context; ``arguments``: what it is started with
+    beside those that the environment names."""
+    os.environ["SPECTUNE_VLLM_ARGS"] = " ".join((ARGUMENTS, *arguments))
+    wanted = Wanted(draft, MOST, seats, MAX_LEN, threads=threads)
+    with closing(OwnServer(spec, wanted)) as server:
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager

@@ -1,19 +1,23 @@
-"""Simulated against executed under load, and what the table that a search finds loses to the best
-constant number of tokens.
+"""Predicted against executed tokens/s under load, on vLLM servers; and what the table that a search
+finds loses to the best constant number of draft tokens.
 
-    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py load --trace FILE.csv
+    .venv-vllm/bin/python bench/run.py served --only predictions [--quick]
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py load [--trace FILE.csv]
         [--passes 4] [--turns 120] [--quick]
 
-vLLM's texts are recorded once, and its costs as ``profile --engine`` does. Then are executed
-in turn, ``--passes`` times, all in another order each time: 0 to 8 tokens, no draft loaded, and the
-table found for low, middle and high load together, under these loads; some of them also under
-Poisson arrivals and the first arrivals of a file (a column TIMESTAMP: the Azure LLM inference
-traces), both scaled to a part of what vLLM can do. Costs are recorded again before each pass,
-as the pace of a shared machine changes: what is predicted is held against executions of the same
-hour, none of which it was fitted to. Then, in one running server, the table and the constants take
-turns of a second, and are compared by that alone: passes take minutes, in which the pace changes by
-more than the constants differ. A quarter of ``--turns`` goes to all, the rest to those that this
-does not put behind the table. Figures go to ``bench/results/load-vllm.json``.
+Texts are recorded once. Then every policy is executed under every load, pass after pass in another
+order, and what steps cost is recorded again before each pass, as the pace of a shared machine
+changes: what is predicted is held against executions of the same minutes, none of which it was
+fitted to. Loads are clients, and requests that arrive on their own, at :data:`BUSY` of what the
+most clients get without draft tokens: Poisson arrivals, and the first of a file (a column
+TIMESTAMP: the Azure LLM inference traces).
+
+The part ``predictions`` has a few constants and one table. ``load`` has every constant, no draft
+loaded, and the table that a search finds for low, middle and high load together. Then, in one
+running server, the table and the constants take turns of a second, and are compared by that alone:
+passes take minutes, in which the pace changes by more than the constants differ. A quarter of
+``--turns`` goes to all, the rest to those that this does not put behind the table. Its figures go
+to ``bench/results/load-vllm.json``.
 
 On two cores a vLLM's arithmetic and all else are steadier apart: ``OMP_NUM_THREADS=1
 VLLM_CPU_OMP_THREADS_BIND=0 taskset -c 1``. Its engine then waits for its worker in a loop that
@@ -27,95 +31,277 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, groupby, pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.lab import (
-    ROOT,
-    chain,
-    demo,
-    interval_of,
-    keep,
-    origin,
-    parser_of,
-    record_engine,
-    requests,
-    say,
-    stored,
-)
-from spectune.engines.engine import Answered, Load, Prompt, Running, Wanted, numbered
-from spectune.engines.start import start
+from bench.harness import Figures, keep, parser_of, result_file, say, state_folder, timed
+from bench.lab import chain, demo, interval_of, record_engine, requests, stored
+from bench.served.live import DRAFT, MOST, OFF, demo_prompts, serving, temporary_folder, windowed
+from spectune.engines.engine import Answered, Load, Prompt, Running, numbered
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.engine_profile import Design, serve_design
-from spectune.optimizer.recording.on_engine import Turns, execute, prompts_of
+from spectune.optimizer.recording.on_engine import Turns, execute
 from spectune.optimizer.recording.record import PanoramaSpec
 from spectune.optimizer.replay.loads import Objective, Served, loads_of
 from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench, served_of
 from spectune.optimizer.tuning.load_search import LoadStudy
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.traces.schema import Sampling
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 
-DRAFT, MOST, SEATS, TOKENS = "small", 8, 32, 48
-OFF = "none"
-"""A server without a draft."""
-CLIENTS = {1: 16, 8: 72, SEATS: 144}
-"""Clients at low, middle and high load, and the requests that they send: about as long a time each.
-"""
-OPEN, OPEN_GAMMAS = 96, (1, 2, 4, 8)
-"""Requests that arrive on their own, and the constants that serve them."""
 BUSY = 0.7
-"""Requests that arrive, as a part of those that the engine answers at high load without a draft."""
+LIMIT = 0.08
+"""How far predicted tokens/s may be off in the median."""
+OPEN_GAMMAS = (1, 2, 4, 8)
+"""The constants of a search that serve requests which arrive on their own."""
 PAUSE_S = 1.0
 """What another server does after its last answer is over by then."""
 IN_TURNS = "in_turns_tokens_per_s"
-DESIGNS = 3
-"""Times that costs are recorded before the search."""
 PART = 5
 """Turns of a policy that give one figure."""
 BETWEEN = 2
 """Steps after a turn begins that are left out: what they verify another policy drafted."""
 
 
+class Size(NamedTuple):
+    """How much is executed: requests by the clients that send them, about as long a time each,
+    requests that arrive on their own, new tokens of a text, seats of a server, clients by which
+    costs are recorded and how often before all else."""
+
+    requests: Mapping[int, int]
+    arriving: int
+    tokens: int
+    seats: int
+    clients: int
+    designs: int
+
+    def count(self, load: Load) -> int:
+        return self.arriving if load.arrivals else self.requests[load.clients]
+
+
+PREDICTIONS = Size({1: 8, 4: 24, 8: 40}, 40, 48, 16, 8, 1), Size({1: 2, 2: 4}, 4, 12, 16, 2, 1)
+SEARCH = (
+    Size({1: 16, 8: 72, 32: 144}, 96, 48, 32, 32, 3),
+    Size({1: 4, 8: 9, 32: 18}, 12, 12, 32, 4, 3),
+)
+"""Full and ``--quick``."""
+SERVED = {f"K={gamma}": (DRAFT, chain(DRAFT, gamma)) for gamma in (0, 1, 2, 4, 8)}
+SERVED["table"] = DRAFT, windowed({"1": 4, "3": 2, "6": 1})
+"""Policies of the part ``predictions``, each with the draft that its server has loaded."""
+Row = dict[str, Any]
+
+
 @dataclass(frozen=True)
-class Bench:
-    """Servers that run, by the draft that they have loaded; the requests, and where they are
-    recorded."""
+class Servers:
+    """Servers that run, by the draft that they have loaded; the requests, where they are recorded,
+    and how many each load sends."""
 
     pair: LoadedPair
     store: TraceStore
-    engines: dict[str, Running]
-    prompts: tuple[Prompt, ...]
-    options: DecodeOptions
-    part: int
+    running: Mapping[str, Running]
+    size: Size
+
+    @property
+    def options(self) -> DecodeOptions:
+        return DecodeOptions(max_new_tokens=self.size.tokens)
+
+    @cached_property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return tuple(demo_prompts(max(self.size.requests.values()), self.size.tokens))
 
     def record(self) -> Recording:
         """The recording whose texts are replayed, which has them all."""
-        asked = (requests(len(self.prompts)), self.prompts, chain(DRAFT, MOST), Load(SEATS))
-        look, running = PanoramaSpec((DRAFT,), MOST), self.engines[DRAFT]
-        return record_engine(self.store, self.pair, running, *asked, self.options, look, fresh=True)
+        most = Load(max(self.size.requests))
+        request = requests(len(self.prompts)), self.prompts, chain(DRAFT, MOST), most, self.options
+        look, server = PanoramaSpec((DRAFT,), MOST), self.running[DRAFT]
+        info = record_engine(self.store, self.pair, server, *request, look, fresh=True)
+        for _ in range(self.size.designs):
+            self.record_costs()
+        return info
 
     def record_costs(self) -> None:
-        """What steps cost at this time."""
-        design = Design(self.prompts, MOST, SEATS // self.part, self.options.max_new_tokens)
-        for draft, running in self.engines.items():
+        """Records what steps cost at this time."""
+        design = Design(self.prompts, MOST, self.size.clients, self.size.tokens)
+        for draft, running in self.running.items():
             time.sleep(PAUSE_S)
             serve_design(self.store, self.pair.spec, running, draft, design)
 
-    def run(self, draft: str, policy: Policy, load: Load) -> Served:
-        """Executes a policy under a load."""
-        asked = self.prompts[: _count(load, self.part)]
-        time.sleep(PAUSE_S)
-        return served_of(list(execute(self.engines[draft], asked, policy, load, self.options)))
+    def lab(self, info: Recording) -> EngineBench:
+        """The simulator of the recording, by what steps cost so far."""
+        clients = "clients:" + ",".join(map(str, self.size.requests))
+        return engine_bench(self.store, info, [], clients, Objective())
+
+    def loads(self, lab: EngineBench, *files: str) -> tuple[float, dict[str, Load]]:
+        """Requests that arrive in a second, and loads by name: clients, Poisson arrivals and those
+        of files."""
+        most = Load(max(self.size.requests))
+        plain = simulated(lab, DRAFT, AUTOREGRESSIVE, most, self.size.count(most))
+        rate, count = BUSY * len(plain.tokens) / plain.seconds, self.size.arriving
+        loads = {f"clients:{n}": Load(n) for n in self.size.requests}
+        for kind, asked in [
+            ("poisson", f"poisson:{rate}"),
+            *(("file", f"{f}@{rate}") for f in files),
+        ]:
+            loads[f"{kind} {rate:.2g}/s"], *_ = loads_of(asked, (), count, count).values()
+        return rate, loads
+
+    def execute(
+        self,
+        rows: Sequence[Row],
+        policies: Mapping[str, tuple[str, Policy]],
+        loads: Mapping[str, Load],
+        passes: int,
+    ) -> None:
+        """Executes each row's policy under its load ``passes`` times; adds what they reached."""
+        rng = np.random.default_rng(0)
+        for n in range(passes):
+            self.record_costs()
+            # Those under one load are compared: they are executed within minutes.
+            turn = {load: rng.random() for load in loads}
+            for i in sorted(rng.permutation(len(rows)), key=lambda i: turn[rows[i]["load"]]):
+                row = rows[i]
+                (draft, policy), load = policies[row["policy"]], loads[row["load"]]
+                prompts = self.prompts[: self.size.count(load)]
+                time.sleep(PAUSE_S)
+                served = served_of(
+                    list(execute(self.running[draft], prompts, policy, load, self.options))
+                )
+                row.setdefault("tokens_per_s", []).append(served.tokens_per_s)
+                row.setdefault("tpot_s", []).append(served.mean_tpot_s)
+            say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")
+
+    def predict(
+        self,
+        lab: EngineBench,
+        rows: Sequence[Row],
+        policies: Mapping[str, tuple[str, Policy]],
+        loads: Mapping[str, Load],
+    ) -> Figures:
+        """What is predicted of executed rows, which is added to them, and how it compares."""
+        for row in rows:
+            load = loads[row["load"]]
+            served = simulated(lab, *policies[row["policy"]], load, self.size.count(load))
+            row["predicted_tokens_per_s"] = served.tokens_per_s
+            row["predicted_tpot_s"] = served.mean_tpot_s
+        by_load = {
+            name: errors([row for row in rows if row["load"] == name], "tokens_per_s")
+            for name in loads
+        }
+        of_rows = {name: errors(rows, name) for name in ("tokens_per_s", "tpot_s")}
+        return {**of_rows, "tokens_per_s_by_load": by_load, "rows": list(rows)}
+
+
+def simulated(lab: EngineBench, draft: str, policy: Policy, load: Load, count: int) -> Served:
+    """What a policy is predicted to serve on a server whose draft stays loaded, and is paid for."""
+    loaded = "" if draft == OFF else draft
+    costs = replace(lab.costs, passes={loaded: lab.costs.passes[loaded]})
+    return replace(lab, costs=costs, loaded=draft, count=count).simulate(policy, load).served
+
+
+def measure(quick: bool) -> Figures:
+    """The part ``predictions`` of :mod:`served`."""
+    size, passes = PREDICTIONS[quick], 1 if quick else 2
+    names = list(SERVED)[: 3 if quick else None]
+    with temporary_folder() as folder, serving(seats=size.seats) as server:
+        servers = Servers(demo((DRAFT,)), stored(folder / "x.db"), {DRAFT: server}, size)
+        info = servers.record()
+        rate, loads = servers.loads(servers.lab(info))
+        rows = [{"load": load, "policy": name} for load in loads for name in names]
+        servers.execute(rows, SERVED, loads, passes)
+        figures = servers.predict(servers.lab(info), rows, SERVED, loads)
+    speed, tpot = figures["tokens_per_s"], figures["tpot_s"]
+    again = speed["median_repeat_error"]
+    repeated = "" if again is None else f" (executing again: {100 * again:.1f}%)"
+    return {
+        "summary": f"{len(rows)} policies and loads, predicted tokens/s "
+        f"{100 * speed['median_error']:.1f}% off in the median{repeated}; time per token "
+        f"{100 * tpot['median_error']:.1f}%",
+        "holds": speed["median_error"] <= LIMIT,
+        **figures,
+        "passes": passes,
+        "rate": rate,
+    }
+
+
+def search(trace: str | None, passes: int, turns: int, quick: bool) -> Figures:
+    """Records, searches, executes; the figures."""
+    size, store = SEARCH[quick], stored(state_folder(quick) / "load-vllm.db", fresh=True)
+    with ExitStack() as stack:
+        running = {
+            draft: stack.enter_context(serving(draft=draft, seats=size.seats))
+            for draft in (DRAFT, OFF)
+        }
+        servers = Servers(demo((DRAFT,)), store, running, size)
+        info = servers.record()
+        lab = servers.lab(info)
+        # The table is of a server that keeps its draft.
+        costs = replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]})
+        table = LoadStudy(replace(lab, costs=costs)).run().policy
+        rate, loads = servers.loads(lab, *([trace] if trace else []))
+        about = {
+            "engine": "vllm",
+            "version": info.options["engine_version"],
+            "tokens": size.tokens,
+            "passes": passes,
+            "turns": turns,
+            "table": table.label(),
+            "table_policy": table.spelled_out(),
+            "rate": rate,
+        }
+        say(about)
+        policies = {f"K={g}": (DRAFT, chain(DRAFT, g)) for g in range(MOST + 1)}
+        policies |= {"table": (DRAFT, table), "off": (OFF, AUTOREGRESSIVE)}
+        some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off"}
+        rows = [
+            {"load": load, "policy": name}
+            for load in loads
+            for name in policies
+            if not loads[load].arrivals or name in some
+        ]
+        servers.execute(rows, policies, loads, passes)
+        closed = {name: load for name, load in loads.items() if not load.arrivals}
+        _in_turns(servers, rows, closed, policies, turns)
+        told = replace(lab, costs=costs_of_engine(store, info))
+        figures = servers.predict(told, rows, policies, loads)
+    return {**about, **figures, "kendall_tau": _tau(rows), "regret": _regret(rows)}
+
+
+# ------------------------------------------------------------------------------------------- turns
+
+
+def _in_turns(
+    servers: Servers,
+    rows: Sequence[Row],
+    loads: Mapping[str, Load],
+    policies: Mapping[str, tuple[str, Policy]],
+    turns: int,
+) -> None:
+    """Executes the table and the constants in turns, in one running server; their tokens/s are
+    added to their rows (:data:`IN_TURNS`)."""
+    running = servers.running[DRAFT]
+    everyone = {row["policy"] for row in rows} - {"off"}
+    names = dict.fromkeys(loads, everyone)
+    few = max(1, turns // 4)
+    for count in (few, turns - few):
+        for load, those in names.items():
+            among = [row for row in rows if row["policy"] in those and row["load"] == load]
+            rate = np.median([row["tokens_per_s"] for row in among])
+            number = math.ceil(count * len(among) * rate / servers.size.tokens)
+            own = [policies[row["policy"]][1] for row in among]
+            prompts = numbered(servers.prompts, number)
+            found = take_turns(running, prompts, own, loads[load], servers.options)
+            for row, policy in zip(among, own, strict=True):
+                row.setdefault(IN_TURNS, []).extend(found[policy.id])
+            say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
+        names = {load: {"table", *_contenders(rows, load)} for load in names}
 
 
 def turns_of(served: Sequence[Answered], clients: int) -> list[tuple[str, int, float]]:
@@ -153,138 +339,7 @@ def take_turns(
     return found
 
 
-def measured(state: Path, trace: str, passes: int, turns: int, *, quick: bool) -> dict[str, Any]:
-    """Records, searches, executes; the figures."""
-    pair, options = demo((DRAFT,)), DecodeOptions(Sampling(), 12 if quick else TOKENS)
-    prompts = prompts_of(pair, requests(max(CLIENTS.values()) // (8 if quick else 1)), options)
-    longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
-    store = stored(state / "load-vllm.db", fresh=True)
-    with ExitStack() as stack:
-        engines = {}
-        for draft in (DRAFT, OFF):
-            running = start("vllm", pair.spec, Wanted(draft, MOST, SEATS, longest))
-            engines[draft] = stack.enter_context(closing(running))
-        bench = Bench(pair, store, engines, prompts, options, 8 if quick else 1)
-        info = bench.record()
-        for _ in range(DESIGNS):
-            bench.record_costs()
-        return {"engine": "vllm", **_held(bench, info, trace, passes, turns)}
-
-
-def _held(bench: Bench, info: Recording, trace: str, passes: int, turns: int) -> dict[str, Any]:
-    clients = "clients:" + ",".join(map(str, CLIENTS))
-    lab = engine_bench(bench.store, info, [], clients, Objective())
-    # The table is of a server that keeps its draft.
-    costs = replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]})
-    table = LoadStudy(replace(lab, costs=costs)).run().policy
-    plain = lab.simulate(AUTOREGRESSIVE, Load(SEATS)).served
-    about = {
-        "version": info.options["engine_version"],
-        "tokens": bench.options.max_new_tokens,
-        "passes": passes,
-        "turns": turns,
-        "part": bench.part,
-        "table": table.label(),
-        "table_policy": table.spelled_out(),
-        "rate": BUSY * len(plain.tokens) / plain.seconds,
-    }
-    say(about)
-    loads, policies = _loads(about["rate"], trace, bench.part), _policies(table)
-    some = {*(f"K={g}" for g in OPEN_GAMMAS), "table", "off"}
-    rows = [
-        {"load": load, "policy": name}
-        for load in loads
-        for name in policies
-        if not loads[load].arrivals or name in some
-    ]
-    runs: dict[tuple[str, str], list[Served]] = {}
-    rng = np.random.default_rng(0)
-    for n in range(passes):
-        bench.record_costs()
-        # Those under one load are compared: they are executed within minutes.
-        turn = {load: rng.random() for load in loads}
-        for i in sorted(rng.permutation(len(rows)), key=lambda i: turn[rows[i]["load"]]):
-            row = rows[i]
-            served = bench.run(*policies[row["policy"]], loads[row["load"]])
-            runs.setdefault((row["policy"], row["load"]), []).append(served)
-        say(f"{time.strftime('%H:%M:%S')} pass {n + 1} of {passes}")
-    for row in rows:
-        served_ = runs[row["policy"], row["load"]]
-        row["tokens_per_s"] = [s.tokens_per_s for s in served_]
-        row["tpot_s"] = [s.mean_tpot_s for s in served_]
-    _in_turns(bench, rows, loads, policies, turns)
-    told = replace(lab, costs=costs_of_engine(bench.store, info))
-    return {**about, **predicted(told, trace, about, rows)}
-
-
-def _in_turns(
-    bench: Bench,
-    rows: Sequence[dict[str, Any]],
-    loads: dict[str, Load],
-    policies: dict[str, tuple[str, Policy]],
-    turns: int,
-) -> None:
-    """Executes the table and the constants in turns, in one running server; their tokens/s are
-    added to their rows (:data:`IN_TURNS`)."""
-    running = bench.engines[DRAFT]
-    everyone = {row["policy"] for row in rows} - {"off"}
-    names = dict.fromkeys((f"clients:{n}" for n in CLIENTS), everyone)
-    few = max(1, turns // 4)
-    for count in (few, turns - few):
-        for load, those in names.items():
-            among = [row for row in rows if row["policy"] in those and row["load"] == load]
-            rate = np.median([row["tokens_per_s"] for row in among])
-            asked = math.ceil(count * len(among) * rate / bench.options.max_new_tokens)
-            own = [policies[row["policy"]][1] for row in among]
-            prompts = numbered(bench.prompts, asked)
-            found = take_turns(running, prompts, own, loads[load], bench.options)
-            for row, policy in zip(among, own, strict=True):
-                row.setdefault(IN_TURNS, []).extend(found[policy.id])
-            say(f"{time.strftime('%H:%M:%S')} {load}: {', '.join(r['policy'] for r in among)}")
-        names = {load: {"table", *_contenders(rows, load)} for load in names}
-
-
-def predicted(
-    lab: EngineBench, trace: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """What is predicted of the executed rows, and how it compares."""
-    loads = _loads(about["rate"], trace, about["part"])
-    policies = _policies(parse_policy(about["table_policy"]))
-    for row in rows:
-        (draft, policy), load = policies[row["policy"]], loads[row["load"]]
-        # A loaded draft is paid for.
-        own = "" if draft == OFF else draft
-        passes = lab.costs.passes if policy.gamma_max else {own: lab.costs.passes[own]}
-        costs = replace(lab.costs, passes=passes)
-        loaded = None if draft == OFF else draft
-        asked = replace(lab, costs=costs, loaded=loaded, count=_count(load, about["part"]))
-        served = asked.simulate(policy, load).served
-        row["predicted_tokens_per_s"] = served.tokens_per_s
-        row["predicted_tpot_s"] = served.mean_tpot_s
-    return {
-        **{name: errors(rows, name) for name in ("tokens_per_s", "tpot_s")},
-        "kendall_tau": _tau(rows),
-        "regret": _regret(rows),
-        "rows": list(rows),
-    }
-
-
-def _policies(table: Policy) -> dict[str, tuple[str, Policy]]:
-    """Policies by name, each with the draft that its server has loaded."""
-    constants = {f"K={g}": (DRAFT, chain(DRAFT, g)) for g in range(MOST + 1)}
-    return constants | {"table": (DRAFT, table), "off": (OFF, AUTOREGRESSIVE)}
-
-
-def _loads(rate: float, trace: str, part: int) -> dict[str, Load]:
-    found = {f"clients:{n}": Load(n) for n in CLIENTS}
-    count = OPEN // part
-    for kind, asked in (("poisson", f"poisson:{rate}"), ("azure", f"{trace}@{rate}")):
-        found[f"{kind} {rate:.2g}/s"] = next(iter(loads_of(asked, (), count, count).values()))
-    return found
-
-
-def _count(load: Load, part: int) -> int:
-    return max(4, (OPEN if load.arrivals else CLIENTS[load.clients]) // part)
+# ---------------------------------------------------------------------------------------- verdicts
 
 
 def errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -343,7 +398,7 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The table's tokens/s as parts of each constant's, by load and over all together (geometric
     means), with 95% intervals (Student's t of logarithms). The best constant of a load is the best
     as executed: its luck counts against the table."""
-    loads = [f"clients:{n}" for n in CLIENTS]
+    loads = list(dict.fromkeys(row["load"] for row in rows if row["load"].startswith("clients:")))
     by_name = {(row["policy"], row["load"]): row for row in rows}
     others = [name for name in dict.fromkeys(row["policy"] for row in rows) if name != "table"]
     constants = [name for name in others if name != "off"]
@@ -366,20 +421,17 @@ def _regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"by_load": by_load, "together": together, "off": off}
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--trace", required=True, metavar="FILE.csv", help="arrivals: the first of them are used")
-    add("--passes", type=int, default=4)
-    add("--turns", type=int, default=120, help="of the table and the best constants each")
-    add("--quick", action="store_true", help="a tiny size, which proves that it runs; no result")
-    wanted = parser.parse_args(arguments)
-    state = ROOT / ".acceptance"
-    state.mkdir(exist_ok=True)
-    before, began = origin(), time.time()
-    times = (1, 24) if wanted.quick else (wanted.passes, wanted.turns)
-    found = measured(state, wanted.trace, *times, quick=wanted.quick)
-    found |= {"seconds": round(time.time() - began, 1), **before}
-    print(json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1))
-    if not wanted.quick:
-        keep("load-vllm", found)
+    parser.add_argument("--trace", metavar="FILE.csv", help="arrivals: the first are used")
+    parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument(
+        "--turns", type=int, default=120, help="of the table and the best constants"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny size")
+    typed = parser.parse_args(arguments)
+    passes, turns = (1, 24) if typed.quick else (typed.passes, typed.turns)
+    figures, made = timed(lambda: search(typed.trace, passes, turns, typed.quick))
+    print(json.dumps({k: v for k, v in figures.items() if k != "rows"}, indent=1))
+    keep(result_file("load-vllm", typed.quick), figures | made)
+    return 0

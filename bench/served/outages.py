@@ -25,7 +25,7 @@ from vllm_engine import PROMPTS, SCHEDULER, engine
 from vllm_faults import full, mounts, unmount
 from waiting import eventually
 
-from bench.lab import say
+from bench.harness import say
 from spectune.runtime.pair import read_pair
 from spectune.traces.tables import Trajectory
 

@@ -12,41 +12,43 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from bench.served.live import DRAFT, PAIR, demo_prompts, ratio, temporary_folder
+from bench.served.live import DRAFT, MAX_LEN, PAIR, demo_prompts, ratio, temporary_folder
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm import agent
+from spectune.engines.vllm.server import installed, server_arguments
+from spectune.runtime.pair import PairSpec
 
-SEATS, MOST, PROMPTS, TOKENS = 8, 3, 24, 48
+SEATS, GAMMA, PROMPTS, TOKENS = 8, 3, 24, 48
 ALTERNATIONS, LIMIT_US, LEAST_RATIO = 40, 40.0, 0.985
 HOOKS = ("on_schedule", "on_scheduled", "on_output", "on_updated")
 
 
-def started(folder: Path) -> LLMEngine:
-    """vLLM's engine of the demo pair in this process, with the agent, which writes to a folder."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "SPECTUNE_FOLDER": str(folder),
-    }
+def in_process(spec: PairSpec, wanted: Wanted, scheduler: type) -> LLMEngine:
+    """vLLM's engine in this process, with the arguments of a server of ours and a scheduler."""
+    _, on_cpu = installed()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    words = server_arguments(spec, wanted, cpu=on_cpu, has_agent=False)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    known, _ = parser.parse_known_args(words)  # those of the HTTP server are unknown
+    arguments = EngineArgs.from_cli_args(known)
+    arguments.scheduler_cls = scheduler
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM stumbles over its wrapper
-    drafting = {"method": "draft_model", "model": PAIR.drafts[DRAFT]}
-    arguments = EngineArgs(
-        model=PAIR.target, dtype="float32", max_model_len=512, max_num_seqs=SEATS,
-        enforce_eager=True, enable_prefix_caching=False, scheduler_cls=agent.Scheduler,
-        speculative_config={**drafting, "num_speculative_tokens": MOST},
-    )  # fmt: skip
-    llm = LLMEngine.from_engine_args(arguments)
-    sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
-    return llm
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    finally:
+        sys.modules |= {} if hidden is None else {"llvmlite.binding.ffi": hidden}
 
 
 class Engine:
@@ -89,7 +91,9 @@ class Engine:
 
 def measure(quick: bool) -> dict[str, Any]:
     with temporary_folder() as folder:
-        engine = Engine(started(folder))
+        os.environ["SPECTUNE_FOLDER"] = str(folder)
+        wanted = Wanted(DRAFT, GAMMA, SEATS, MAX_LEN)
+        engine = Engine(in_process(PAIR, wanted, agent.Scheduler))
         figures = cost(engine, 2 if quick else ALTERNATIONS)
         engine.llm.engine_core.shutdown()
     if figures["texts_differ"]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.lab import say, stored
+from bench.harness import say
+from bench.lab import stored
 from bench.served.live import PAIR, SEATS, demo_prompts, ratio, serving, temporary_folder, windowed
 from spectune.engines.engine import Answered, Load, Prompt, numbered
 from spectune.engines.vllm.retrace import Retracer

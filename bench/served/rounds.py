@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.lab import ROOT, chain, requests, say, stored
+from bench.harness import say, state_folder
+from bench.lab import chain, requests, stored
+from bench.served.live import serving
 from spectune.engines.abilities import VLLM
-from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.engine import Answered, Load, Prompt
 from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
@@ -51,8 +53,7 @@ Round = tuple[int, int, int]
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    state = ROOT / ".acceptance"
-    state.mkdir(exist_ok=True)
+    state = state_folder()
     file = state / "served-rounds.json"
     drafters = json.loads(file.read_text()) if file.exists() and not quick else {}
     for method in DRAFTERS:
@@ -103,20 +104,14 @@ class Drafter:
     def options(self, temperature: float) -> DecodeOptions:
         return DecodeOptions(Sampling(temperature), self.tokens)
 
-    @contextmanager
-    def serving(self, **more: Any) -> Iterator[OwnServer]:
+    def serving(self, **more: Any) -> AbstractContextManager[OwnServer]:
         """A server of it with prefix caching, which makes forced requests cheap."""
         path = self.spec.drafts.get(self.draft)
         config = speculative_config(path, MOST, SEATS, self.method) | more
         arguments = f"--enable-prefix-caching --speculative-config '{json.dumps(config)}'"
-        os.environ |= {"SPECTUNE_VLLM_ARGS": f"{SMALL} {arguments}"}
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        length = max(len(prompt.ids) for prompt in self.prompts(SAMPLED_COUNT)) + self.tokens
-        server = OwnServer(self.spec, Wanted(self.draft, MOST, SEATS, length, threads=1))
-        try:
-            yield server
-        finally:
-            server.close()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        how: dict[str, Any] = {"spec": self.spec, "draft": self.draft, "seats": SEATS}
+        return serving(SMALL, arguments, **how, threads=1)
 
     def record(self, server: OwnServer, count: int, temperature: float) -> tuple[str, int]:
         """A recording of what a server serves and what its draft proposes there; its positions."""

@@ -8,7 +8,8 @@ import subprocess
 import time
 from typing import Any
 
-from bench.lab import ROOT, say
+from bench import ROOT
+from bench.harness import say
 from bench.served.live import await_version, command, serving, temporary_folder
 
 LIMIT_S = 600.0

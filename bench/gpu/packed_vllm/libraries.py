@@ -95,11 +95,11 @@ def attention() -> str:
         )
         query = random(count, HEADS, DIM)
         mask = at[None] <= torch.arange(length - count, length, device="cuda")[:, None]
-        wide = (
+        keys, values = (
             x.transpose(0, 1).repeat_interleave(HEADS // GROUPS, 0).float() for x in (key, value)
         )
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(0, 1).float(), *wide, mask
+            query.transpose(0, 1).float(), keys, values, mask
         )
         asked.append(query)
         exact.append(out.transpose(0, 1))
