@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench import RESULTS, ROOT
 from bench.labels import short
 from bench.map import page as map_page
+from bench.markdown import table
 from bench.papers import pages as paper_pages
 from bench.papers.claims import NOT_COMPARABLE, verdict
 from bench.verdicts import (
@@ -27,6 +28,7 @@ from bench.verdicts import (
     at_least,
     at_most,
     exactly,
+    prediction_errors,
     quantile_interval,
     worst,
 )
@@ -45,12 +47,6 @@ def between(text: str, name: str, lines: Iterable[str]) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, rest = text.split(begin)
     return "\n".join((head + begin, *lines, end + rest.split(end)[1]))
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows), ""]
 
 
 def percent(value: float, digits: int = 1) -> str:
@@ -315,12 +311,7 @@ def _beside_others(executed: Sequence[Figures], winner: str) -> dict[str, float]
 def under_load(d: Figures, name: str) -> str:
     """Whether what was predicted under load is within 5% and 10%, or what executing again differs
     by."""
-    errors, again = [], []
-    for row in d["rows"]:
-        each = row[name]
-        errors.append(abs(row[f"predicted_{name}"] / median(each) - 1))
-        if len(each) > 1:
-            again += [abs(x / median([*each[:i], *each[i + 1 :]]) - 1) for i, x in enumerate(each)]
+    errors, again = prediction_errors(d["rows"], name)
     return within(errors, again, (0.05, 0.10))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, Final
 
 import numpy as np
 
@@ -46,3 +47,17 @@ def quantile_interval(values: Sequence[float], quantile: float) -> tuple[float, 
     drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
     low, high = np.quantile(np.quantile(drawn, quantile, axis=1), (0.025, 0.975))
     return float(low), float(high)
+
+
+def prediction_errors(
+    rows: Iterable[Mapping[str, Any]], name: str
+) -> tuple[list[float], list[float]]:
+    """How far the predictions of a figure are off the median execution, by row; and each execution
+    off the median of the others, where there are several."""
+    errors, again = list[float](), list[float]()
+    for row in rows:
+        each = row[name]
+        errors.append(abs(row[f"predicted_{name}"] / median(each) - 1))
+        if len(each) > 1:
+            again += [abs(x / median([*each[:i], *each[i + 1 :]]) - 1) for i, x in enumerate(each)]
+    return errors, again

@@ -43,7 +43,7 @@ from bench.checks.rounding import plain_policies, texts_that_differ
 from bench.gpu.ballast import LARGE, TINY, build
 from bench.harness import keep, parser_of, result_file, say, timed
 from bench.lab import GREEDY, requests
-from bench.report import table
+from bench.markdown import table_of
 from spectune.optimizer.execute import DecodeOptions, Encoded, encode
 from spectune.runtime.decoder import Decoded, Decoder, prepare_for
 from spectune.runtime.hardware import hardware
@@ -525,13 +525,7 @@ def rows_table(figures: Figures) -> list[str]:
             beside.append(f"{name.replace('_', ' ')} {value:.4g}")
         elif name in ("publication", "cache"):
             beside += [f"{key} {each:.4g}" for key, each in value.items()]
-    lines = table(list(rows[0]), [[_cell(x) for x in row.values()] for row in rows])
-    return [figures["about"], "", *lines, *(["; ".join(beside), ""] if beside else [])]
-
-
-def _cell(value: object) -> object:
-    """Nothing where a figure is missing."""
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value
+    return [figures["about"], "", *table_of(rows), *(["; ".join(beside), ""] if beside else [])]
 
 
 def main(arguments: Sequence[str]) -> int:

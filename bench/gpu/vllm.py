@@ -36,7 +36,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from bench import ROOT
@@ -45,13 +44,11 @@ from bench.harness import origin, parser_of, say
 from bench.lab import GREEDY, stored
 from bench.served.live import (
     DRAFT,
-    await_version,
     demo_prompts,
-    publish,
     temporary_folder,
     windowed,
 )
-from bench.served.publications import Clients, following
+from bench.served.publications import Clients, following, published
 from spectune.engines.engine import Load, Prompt, Wanted
 from spectune.engines.vllm.folder import Tail, table_of
 from spectune.engines.vllm.retrace import Retracer
@@ -335,7 +332,7 @@ def retraced(bench: Bench, server: RunningServer) -> Figures:
 def publications(bench: Bench, server: RunningServer) -> Figures:
     """Publications by `follow` amid clients: seconds until each is in force, and what the clients
     got meanwhile."""
-    size, rng, waits = bench.size, np.random.default_rng(0), list[float]()
+    size, waits = bench.size, list[float]()
     status, tables = server.status(), dict[int, dict[str, int]]()
     most = max(size.gammas)
     windows = [*size.gammas, {"1": most, str(size.amid // 2): most // 2, str(size.amid): 0}]
@@ -343,12 +340,10 @@ def publications(bench: Bench, server: RunningServer) -> Figures:
     with temporary_folder() as folder, following(folder / "x.db", server.folder, bench.pair):
         store = stored(folder / "x.db")
         with clients.sending():
-            for policy in islice(cycle(map(windowed, windows)), size.publications):
-                time.sleep(rng.uniform(0, 0.5))  # at any moment of the looks into the folder
-                began = time.monotonic()
-                version = publish(store, policy, bench.spec.id, status.engine.device)
-                await_version(server, version)
-                waits.append(time.monotonic() - began)
+            policies = islice(cycle(map(windowed, windows)), size.publications)
+            where = bench.spec.id, status.engine.device
+            for policy, version, waited in published(server, store, policies, *where):
+                waits.append(waited)
                 tables[version] = table_of(policy, status.engine, server.draft)["gammas"]
     return {
         "publications": len(waits),

@@ -27,7 +27,7 @@ import numpy as np
 from bench import RESULTS
 from bench.harness import keep, say
 from bench.lab import demo, stored
-from bench.report import table
+from bench.markdown import table, table_of
 from bench.served.live import DRAFT, PAIR, temporary_folder, windowed
 from bench.verdicts import MET, NOT_MET, NOT_SHOWN, at_least, exactly
 from spectune.engines.vllm.folder import (
@@ -415,8 +415,7 @@ def collect(folder: Path, results: Path | None = None) -> int:
     keep(place / f"gpu-vllm-{slug}.json", figures)
     for name in ("speed", "taus"):
         if rows := figures[name]:
-            lines = table(list(rows[0]), [[_cell(x) for x in row.values()] for row in rows])
-            print("", *lines, sep="\n")
+            print("", *table_of(rows), sep="\n")
     for name in (
         "between_batches",
         "requests",
@@ -434,7 +433,3 @@ def collect(folder: Path, results: Path | None = None) -> int:
     print("", *table(["promise", "verdict"], figures["verdicts"].items()), sep="\n")
     print(f"{figures['summary']}\n{place / f'gpu-vllm-{slug}.json'}", flush=True)
     return int(not figures["holds"])
-
-
-def _cell(value: object) -> object:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value

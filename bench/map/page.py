@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
 from bench.labels import short
+from bench.markdown import table
 
 Cell = dict[str, Any]
 COLOURS = {
@@ -122,7 +123,7 @@ def page(figures: dict[str, Any]) -> list[str]:
             rows.append(
                 (NAMES[name], len(gains), f"{middle:.2f}", f"{gains[0]:.2f} to {gains[-1]:.2f}")
             )
-    lines += _table(("mechanism", "cells", "median", "range"), rows)
+    lines += table(("mechanism", "cells", "median", "range"), rows)
     several = [c for c in grid if c["batch"] > 1]
     for batch in sorted({c["batch"] for c in several}):
         of = [c for c in several if c["batch"] == batch]
@@ -169,7 +170,7 @@ def _hardware(figures: dict[str, Any]) -> list[str]:
         for name, about in hardware.items()
         if about["label"] == "published"
     )
-    return [*_table(names, rows), "Published:", "", *published, ""]
+    return [*table(names, rows), "Published:", "", *published, ""]
 
 
 def _executed(figures: dict[str, Any]) -> list[str]:
@@ -183,9 +184,4 @@ def _executed(figures: dict[str, Any]) -> list[str]:
     inside = sum(r["inside"] for r in rows)
     about = f"Executed, times as fast as no speculation; {inside} of {len(rows)} lie inside:"
     names = ("cell", "policy", "predicted", "executed", "verdict")
-    return [about, "", *_table(names, shown)] if rows else []
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return [*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""]
+    return [about, "", *table(names, shown)] if rows else []

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from bench.labels import short
+from bench.markdown import table
 from bench.papers.claims import CLAIMS, NOT_COMPARABLE, verdict
 from bench.verdicts import MET, NOT_MET, NOT_SHOWN
 
@@ -238,6 +239,4 @@ def _causes(group: Mapping[str, Figures]) -> Iterable[str]:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    names = ("claim", "paper", "where", *columns, "verdict (notes)")
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+    return table(("claim", "paper", "where", *columns, "verdict (notes)"), rows)

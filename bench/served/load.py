@@ -43,6 +43,7 @@ import numpy as np
 from bench.harness import Figures, keep, parser_of, result_file, say, state_folder, timed
 from bench.lab import chain, demo, interval_of, record_engine, requests, stored
 from bench.served.live import DRAFT, MOST, OFF, demo_prompts, serving, temporary_folder, windowed
+from bench.verdicts import prediction_errors
 from spectune.engines.engine import Answered, Load, Prompt, Running, numbered
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.engine_profile import Design, serve_design
@@ -345,13 +346,7 @@ def take_turns(
 def errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """How far predictions are off the median execution, and each execution off the median of the
     others."""
-    off = [abs(row[f"predicted_{name}"] / np.median(row[name]) - 1) for row in rows]
-    again = [
-        abs(x / np.median([*row[name][:i], *row[name][i + 1 :]]) - 1)
-        for row in rows
-        for i, x in enumerate(row[name])
-        if len(row[name]) > 1
-    ]
+    off, again = prediction_errors(rows, name)
     return {
         "median_error": float(np.median(off)),
         "p90_error": float(np.quantile(off, 0.9)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -18,6 +18,7 @@ import numpy as np
 from bench.lab import stored
 from bench.served.live import (
     MOST,
+    PAIR,
     await_version,
     command,
     demo_prompts,
@@ -29,8 +30,9 @@ from bench.served.live import (
 from spectune.engines.engine import Prompt
 from spectune.engines.vllm.running import RunningServer
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.errors import EngineError
+from spectune.traces.store import TraceStore
 
 PUBLICATIONS, CLIENTS, PROMPTS, TOKENS = 200, 8, 48, 48
 LIMIT_S = 1.0
@@ -107,8 +109,25 @@ def following(database: Path, folder: Path, pair: str = "demo") -> Iterator[None
         process.wait()
 
 
+def published(
+    server: RunningServer,
+    store: TraceStore,
+    policies: Iterable[Policy],
+    pair_id: str = PAIR.id,
+    device: str = "cpu",
+) -> Iterator[tuple[Policy, int, float]]:
+    """Publishes policies one after the other, at any moment of the agent's looks into its folder:
+    each with its version and the seconds until it is in force."""
+    rng = np.random.default_rng(0)
+    for policy in policies:
+        time.sleep(rng.uniform(0, 0.5))
+        began = time.monotonic()
+        version = publish(store, policy, pair_id, device)
+        await_version(server, version)
+        yield policy, version, time.monotonic() - began
+
+
 def measure(quick: bool) -> dict[str, Any]:
-    rng, waits = np.random.default_rng(0), list[float]()
     prompts = demo_prompts(8 if quick else PROMPTS, TOKENS)
     with temporary_folder() as folder, serving() as server:
         clients = Clients(server, prompts)
@@ -119,11 +138,8 @@ def measure(quick: bool) -> dict[str, Any]:
             plain = dict(clients.texts)
             clients.texts.clear()
             with clients.sending():
-                for policy in islice(cycle(POLICIES), 8 if quick else PUBLICATIONS):
-                    time.sleep(rng.uniform(0, 0.5))  # at any moment of the looks into the folder
-                    began = time.monotonic()
-                    await_version(server, publish(store, policy))
-                    waits.append(time.monotonic() - began)
+                policies = islice(cycle(POLICIES), 8 if quick else PUBLICATIONS)
+                waits = [waited for *_, waited in published(server, store, policies)]
     differ = sum(text != plain[number] for number, text in clients.texts)
     failed, answered = len(clients.failures), len(clients.texts)
     median_s, longest_s = float(np.median(waits)), max(waits)
