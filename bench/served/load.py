@@ -333,6 +333,8 @@ def take_turns(
     turns = turns_of(list(Turns(running, policies).serve(prompts, load, options)), load.clients)
     own = [[turn[1:] for turn in turns if turn[0] == policy.id] for policy in policies]
     common = min(map(len, own))
+    if not common:
+        raise SystemExit(f"{load.clients} clients: a policy had no whole turn; give more --turns")
     found = {}
     for policy, mine in zip(policies, own, strict=True):
         parts = np.array_split(np.array(mine[:common]), max(1, common // PART))
