@@ -333,11 +333,10 @@ def take_turns(
     turns = turns_of(list(Turns(running, policies).serve(prompts, load, options)), load.clients)
     own = [[turn[1:] for turn in turns if turn[0] == policy.id] for policy in policies]
     common = min(map(len, own))
-    if not common:
-        raise SystemExit(f"{load.clients} clients: a policy had no whole turn; give more --turns")
     found = {}
     for policy, mine in zip(policies, own, strict=True):
-        parts = np.array_split(np.array(mine[:common]), max(1, common // PART))
+        turns_taken = np.array(mine[:common]).reshape(common, 2)
+        parts = np.array_split(turns_taken, max(1, common // PART)) if common else []
         found[policy.id] = [float(np.divide(*part.sum(0))) for part in parts]
     return found
 
@@ -357,9 +356,13 @@ def errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def _took_turns(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(row.get(IN_TURNS) and other.get(IN_TURNS))
+
+
 def _beside(row: dict[str, Any], other: dict[str, Any]) -> np.ndarray:
     """Logarithms of a row's tokens/s as parts of another's: in turns where both took them."""
-    kind = IN_TURNS if IN_TURNS in row and IN_TURNS in other else "tokens_per_s"
+    kind = IN_TURNS if _took_turns(row, other) else "tokens_per_s"
     return np.array([math.log(a / b) for a, b in zip(row[kind], other[kind], strict=False)])
 
 
@@ -371,7 +374,7 @@ def _tau(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for one, other in combinations(rows, 2):
         if one["load"] != other["load"]:
             continue
-        if IN_TURNS in one and IN_TURNS in other:
+        if _took_turns(one, other):
             _, low, high = interval_of(_beside(one, other))
         else:
             own, its = one["tokens_per_s"], other["tokens_per_s"]
