@@ -5,6 +5,7 @@ keys are never repeated."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from spectune.runtime.cache import CacheView, Span
 from spectune.runtime.cuda.split_attention import attention_runs, split_attention
 
 NAME = "spectune"
@@ -43,6 +45,7 @@ class _Pass(threading.local):
     """What a model's own code does not hand on to the attention of the pass in hand."""
 
     length: Tensor | None = None
+    spans: tuple[Span, ...] = ()
 
 
 PASS = _Pass()
@@ -86,6 +89,22 @@ def attend(
     return out.reshape(batch, heads, width, values.shape[-1])
 
 
+def attend_apart(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: Sequence[Span],
+    scale: float | None = None,
+) -> Tensor:
+    """:func:`attend` of the tokens of several requests, each over its own of all slots: no mask is
+    as wide as the cache."""
+    parts = []
+    for first, last, start, stop, mask in spans:
+        own = keys[:, :, start:stop], values[:, :, start:stop]
+        parts.append(attend(query[:, :, first:last], *own, mask, scale=scale))
+    return torch.cat(parts, 2)
+
+
 def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
     """torch's own attention by one of :data:`BACKENDS`; behind it the process has its own choice
     again."""
@@ -102,6 +121,17 @@ def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tenso
     if attention_runs(len(mask), keys, values):
         return mask[None, None]
     return _folded(mask, groups, keys.dtype)
+
+
+def layer_masks(view: CacheView, mask: Tensor | None, groups: int) -> Tensor | None:
+    """A pass's mask as :func:`layer_mask` makes it; those of its spans are changed in place."""
+    if mask is not None:
+        return layer_mask(mask, groups, *view.layer(0))
+    view.spans = tuple(
+        s if s.mask is None else s._replace(mask=layer_mask(s.mask, groups, *view.layer(0)))
+        for s in view.spans
+    )
+    return None
 
 
 def _folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -159,7 +189,10 @@ def slot_attention(
     used = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
     if (other := next((n for n in used if kwargs[n] is not False), None)) is not None:
         raise ValueError(f"its attention is not reproduced here: it uses {other}")
-    out = attend(query, key, value, attention_mask, PASS.length, scaling)
+    if PASS.spans:
+        out = attend_apart(query, key, value, PASS.spans, scaling)
+    else:
+        out = attend(query, key, value, attention_mask, PASS.length, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,14 +1,20 @@
 """One tensor of keys and values a model, of numbered slots. It holds no length: a pass is given the
 slots that it writes and how many it reads, and what a rejected draft left behind is masked and
-overwritten."""
+overwritten. Requests that run together own an extent each: one run of slots, first fit, which they
+keep to their end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from spectune.runtime.policies.jit import compiled
 
 
 class PassTokens(NamedTuple):
@@ -18,7 +24,8 @@ class PassTokens(NamedTuple):
     They read slots ``start .. stop - 1`` under ``mask``, bool [n, stop - start] (True: attend);
     without one they are the last of these slots, and each sees the slots up to its own. ``length``,
     int64 [1]: where the slots that are seen at all end, told on the device. ``hidden`` [n, width]:
-    the states that a head reads beside its tokens."""
+    the states that a head reads beside its tokens. ``spans``: whose the tokens are where they are
+    several requests'; then the other fields say nothing of what is read."""
 
     ids: Tensor
     positions: Tensor
@@ -28,6 +35,42 @@ class PassTokens(NamedTuple):
     start: int = 0
     length: Tensor | None = None
     hidden: Tensor | None = None
+    spans: tuple[Span, ...] = ()
+
+
+class Span(NamedTuple):
+    """One request's tokens among those of a pass, ``first .. last - 1``, and what they read, as in
+    :class:`PassTokens`. ``mask`` may be what :func:`runtime.attention.layer_mask` made of it."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    mask: Tensor | None
+
+
+def together(passes: Sequence[PassTokens]) -> PassTokens:
+    """One pass over the tokens of several requests, which see nothing of each other."""
+    if len(passes) == 1:
+        return passes[0]
+    ids, positions, slots = (torch.cat([p[i] for p in passes]) for i in range(3))  # type: ignore[misc]
+    hidden = [p.hidden for p in passes if p.hidden is not None]
+    spans, first = [], 0
+    for each in passes:
+        last = first + len(each.ids)
+        spans.append(Span(first, last, each.start, each.stop, each.mask))
+        first = last
+    stop = max(each.stop for each in passes)
+    fed = torch.cat(hidden) if hidden else None
+    return PassTokens(ids, positions, slots, None, stop, hidden=fed, spans=tuple(spans))
+
+
+def apart(rows: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """The rows of each request; torch's ``split`` takes microseconds, also for one."""
+    if len(sizes) == 1:
+        return (rows,)
+    parts: tuple[Tensor, ...] = torch.split(rows, sizes)  # type: ignore[no-untyped-call]
+    return parts
 
 
 class LayerShape(NamedTuple):
@@ -83,12 +126,58 @@ class SlotCache:
             raise IndexError(f"a pass over {tokens.stop} slots exceeds the cache's {self.capacity}")
         return CacheView(self, tokens)
 
-    def move(self, slots: list[int], start: int) -> None:
-        """Copies slots (any order, possibly overlapping) to ``start ..``: what a tree's accepted
-        path becomes."""
-        if slots != list(range(start, start + len(slots))):
-            moved = self.states.index_select(3, torch.tensor(slots, device=self.states.device))
-            self.states[:, :, :, start : start + len(slots)] = moved
+    def move(self, slots: list[int], targets: list[int]) -> None:
+        """Copies slots (any order) to ``targets``, which may overlap: what the accepted paths of
+        trees become."""
+        if slots != targets:
+            moved, into = torch.tensor([slots, targets], device=self.states.device)
+            self.states.index_copy_(3, into, self.states.index_select(3, moved))
+
+
+class Extents:
+    """The runs of slots that requests own, one each, in a cache of ``capacity``: first fit."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.runs = np.zeros((8, 2), np.int64)
+        """Where each begins and ends, ascending."""
+        self.count = 0
+
+    def take(self, size: int) -> int | None:
+        """Where a run of ``size`` slots now begins; None: no gap is as long."""
+        if self.count == len(self.runs):
+            self.runs = np.concatenate([self.runs, np.zeros_like(self.runs)])
+        begin = first_fit(self.runs, self.count, self.capacity, size)
+        if begin < 0:
+            return None
+        self.count += 1
+        return int(begin)
+
+    def clear(self) -> None:
+        """Gives back all."""
+        self.count = 0
+
+    def give(self, begin: int) -> None:
+        """Gives back the run that begins there."""
+        at = int(np.searchsorted(self.runs[: self.count, 0], begin))
+        self.runs[at : self.count - 1] = self.runs[at + 1 : self.count]
+        self.count -= 1
+
+
+@compiled()
+def first_fit(runs: npt.NDArray[np.int64], count: int, capacity: int, size: int) -> int:
+    """Where the first gap of ``size`` slots begins, or -1. The first ``count`` of ``runs`` int64
+    [more than count, 2] are taken, ascending; the gap becomes one of them."""
+    begin, at = 0, 0
+    while at < count and runs[at, 0] - begin < size:
+        begin = runs[at, 1]
+        at += 1
+    if at == count and capacity - begin < size:
+        return -1
+    for i in range(count, at, -1):
+        runs[i, 0], runs[i, 1] = runs[i - 1, 0], runs[i - 1, 1]
+    runs[at, 0], runs[at, 1] = begin, begin + size
+    return begin
 
 
 class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
@@ -96,18 +185,18 @@ class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
 
     def __init__(self, cache: SlotCache, tokens: PassTokens) -> None:
         super().__init__(layers=[])
-        self.slots, self.length = tokens.slots, tokens.length
+        self.slots, self.length, self.spans = tokens.slots, tokens.length, tokens.spans
         self._parts, self._start, self._stop = cache.layers, tokens.start, tokens.stop
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes a layer's keys and values [1, heads, n, size], and returns those that the pass
-        reads, [1, heads, stop - start, size]."""
+        reads, [1, heads, stop - start, size]; all, where it is of several requests."""
         keys, values = self._parts[layer_idx]
         keys.index_copy_(2, self.slots, key_states)
         values.index_copy_(2, self.slots, value_states)
-        return self.read(layer_idx)
+        return self._parts[layer_idx] if self.spans else self.read(layer_idx)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, [heads, capacity + 1, size], to write ``slots`` of."""

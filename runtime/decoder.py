@@ -4,170 +4,308 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import Extents, PassTokens, apart
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
-from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Asked, Draft, DraftContext, Drafted
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, PolicySource, Round, Verified, decode_rounds
-from spectune.runtime.models import ids_tensor
+from spectune.runtime.loop import (
+    DecodeRequest,
+    PolicySource,
+    RequestQueue,
+    Round,
+    Turn,
+    Verified,
+    decode_rounds,
+    decode_steps,
+)
+from spectune.runtime.models import PREFILL_CHUNK, ids_tensor
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
-from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy
+from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.sampling import Noise, sample
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
-from spectune.runtime.trees.draft import GrownTree, ancestors
+from spectune.runtime.trees.draft import ancestors
 from spectune.runtime.verification import accept, accept_chain, verify_rejection
-from spectune.traces.errors import PolicyError, WorkloadError, naming
+from spectune.traces.errors import PairError, PolicyError, WorkloadError, naming
 from spectune.traces.schema import Finish, Request, Sampling, Step, Tokens, Verifier, request_seed
 from spectune.traces.tables import LatencyProfile, Trajectory
 
 
-class ModelBackend:
-    """The loop's backend over a loaded pair. One request at a time; its caches are reused from
-    request to request."""
+@dataclass(eq=False)
+class Seat:
+    """A request that runs: its ``text``, at most ``capacity`` - 1 tokens in the extent that begins
+    at slot ``base``; the target has read ``read`` tokens of the prompt.
 
-    def __init__(self, pair: LoadedPair) -> None:
-        self.pair = pair
-        self._features = Features(pair.target)
+    ``fitting`` are the drafts whose context holds it: a policy may be swapped for one whose draft
+    holds less, and then nothing is drafted until the request ends. ``readings`` are those of the
+    drafts that follow its text."""
+
+    request: DecodeRequest
+    base: int
+    capacity: int
+    fitting: frozenset[str]
+    noise: Noise | None
+    features: Features
+    text: list[int]
+    read: int = 0
+    rounds: int = 0
+    drafting: str = ""
+    readings: dict[str, Any] = field(default_factory=dict)
+    tapped: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """What heads read of the target's last pass, [tokens, width]."""
+
+
+class ModelBackend:
+    """The loop's backend over a loaded pair, for ``seats`` requests at once.
+
+    Each owns an extent of the models' slots: prompt, new tokens, one more, and behind them room for
+    a tree's nodes. Caches of ``slots`` (None: that grow) are reused from request to request. Raises
+    PairError for several seats where they are not supported yet."""
+
+    def __init__(self, pair: LoadedPair, seats: int = 1, slots: int | None = None) -> None:
+        if seats > 1 and pair.device.type != "cpu":
+            raise PairError(f"{seats} requests at once: models on {pair.device.type} decode one")
+        self.pair, self.seats, self.slots = pair, seats, slots
         models = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
-        heads = {name: EagleDraft(head, self._features) for name, head in pair.heads.items()}
+        heads = {name: EagleDraft(head, pair.target) for name, head in pair.heads.items()}
         self._drafts: dict[str, Draft] = {**models, **heads, "ngram": NgramDraft()}
-        self._awake: set[str] = set()
-        """Drafts that follow the text of the request in hand."""
-        self._text: list[int] = []
-        self._path: list[int] = []
-        """Which drafted nodes the last verdict accepted."""
-        self._drafting: Draft | None = None
-        self._rounds = 0
-        self._request: DecodeRequest | None = None
-        self._noise: Noise | None = None
-        self._fitting: frozenset[str] = frozenset()
-        """Drafts whose context holds the request in hand: a policy may be swapped for one whose
-        draft holds less, and then nothing is drafted until the request ends."""
-        self._capacity = 0
+        self._seats: dict[Turn, Seat] = {}
+        self._extents = Extents(0)
+        if slots is not None:
+            self._grow(slots)
         self._prefilled: DecodeRequest | None = None
         """The request whose prompt was the last that the target read."""
 
     def log_perplexity(self, request: DecodeRequest) -> float:
         """The logarithm of a prompt's perplexity under the target, by its prefill, which
-        :meth:`begin` does not repeat."""
-        self.pair.reserve(len(request.prompt_ids) + request.max_new_tokens + 1)
+        :meth:`read_prompt` does not repeat. Of one request at a time."""
+        self.pair.reserve(_capacity(request))
         self._prefilled = request
         return log_perplexity(self.pair.target, request.prompt_ids)
 
-    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
-        """Prefills the target, and the policy's draft where it speculates, with the prompt but for
-        its last token."""
-        target, name = self.pair.target, prepared.policy.draft
-        self._request, self._rounds = request, 0
-        self._text = list(request.prompt_ids)
-        self._capacity = len(self._text) + request.max_new_tokens + 1
-        self._fitting = frozenset(
-            name
-            for name in self._drafts
-            if self._capacity - 1 <= self.pair.context([name]).positions
+    def too_large(self, request: DecodeRequest) -> str:
+        """Why a request fits no extent; empty where it does."""
+        needed = _capacity(request) + EXPANDED_LIMIT
+        if self.slots is None or needed <= self.slots:
+            return ""
+        return (
+            f"{len(request.prompt_ids)} prompt tokens + {request.max_new_tokens} new ones need "
+            f"{needed} slots, {EXPANDED_LIMIT} of them for trees; there are {self.slots}"
         )
+
+    def admit(self, turn: Turn, plan: Plan) -> bool:
+        request, target = turn.request, self.pair.target
+        if len(self._seats) == self.seats:
+            return False
+        if problem := self.too_large(request):
+            raise WorkloadError(f"request {request.id}: {problem}")
+        capacity = _capacity(request)
+        base = self._take(capacity)
+        if base is None:
+            return False
         sampled = not request.sampling.greedy
-        self._noise = Noise(request.seed, target.vocab_size, target.device) if sampled else None
-        self._awake = set()
-        self.pair.reserve(self._capacity)
-        prepare_graphs(self.pair, prepared, sampling=request.sampling, rejects=request.rejects)
-        if len(self._text) > 1 and self._prefilled is not request:
-            target.read(torch.tensor(self._text[:-1], device=target.device), 0)
-        self._prefilled = None
-        self._features.kept = False
-        if name in self._fitting:
-            if self._drafts[name].reads_features:
-                self._features.begin(self._capacity, len(self._text) - 1)
-            self._wake(name)
-
-    def _wake(self, name: str) -> Draft:
-        """The draft behind a name, after it has read the text but for its last token where it did
-        not follow it."""
-        draft = self._drafts[name]
-        if name not in self._awake:
-            draft.begin(self._text, self._capacity + EXPANDED_LIMIT)
-            self._awake.add(name)
-        return draft
-
-    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted | None:
-        request = self._request
-        assert request is not None
-        if prepared.policy.draft not in self._fitting:
-            return None
-        assert prepared.shortlist is None or prepared.shortlists is not None
-        self._drafting, noise = self._wake(prepared.policy.draft), self._noise
-        if request.rejects:
-            target = self.pair.target
-            noise = Noise(request.seed, target.vocab_size, target.device, "draft", self._rounds)
-        context = DraftContext(
-            prepared, request.sampling, noise, prepared.shortlists, request.rejects
+        seat = self._seats[turn] = Seat(
+            request,
+            base,
+            capacity,
+            frozenset(
+                name for name in self._drafts if capacity - 1 <= self.pair.context([name]).positions
+            ),
+            Noise(request.seed, target.vocab_size, target.device) if sampled else None,
+            Features(target, base, capacity),
+            list(request.prompt_ids),
         )
-        return self._drafting.propose(self._text, gamma, limit, context)
+        prepare_graphs(self.pair, plan, sampling=request.sampling, rejects=request.rejects)
+        name = plan.policy.draft
+        if name in seat.fitting:
+            if self._drafts[name].reads_features:
+                seat.features.begin()
+            seat.readings[name] = self._drafts[name].begin(base, seat.features)
+        return True
 
-    def verify(self, drafted: Drafted | None) -> Verified:
-        request, target, length = self._request, self.pair.target, len(self._text)
-        assert request is not None
-        sampling, noise, greedy = request.sampling, self._noise, request.sampling.greedy
-        if drafted is not None and drafted.tree is not None:
-            # A CPU draws along the path alone; elsewhere all at once, to wait once.
-            at_once = target.device.type != "cpu" or target.graphs is not None
-            logits = self._read_tree(drafted.tree, greedy=greedy and at_once)
-            positions = [length + depth for depth in (0, *drafted.tree.depths)]
+    def _take(self, capacity: int) -> int | None:
+        """Where a request's extent begins; None: there is none now."""
+        if not self._seats and self.slots is None:
+            self._extents.clear()
+            self.pair.reserve(capacity)  # nothing is cached that must be kept
+            texts = [self.pair.target.cache.capacity - NODE_LIMIT]
+            texts += [m.cache.capacity - EXPANDED_LIMIT for m in self.pair.models.values()]
+            self._extents.capacity = min(texts) + EXPANDED_LIMIT
+        base = self._extents.take(capacity + EXPANDED_LIMIT)
+        if base is None and self.slots is None:
+            self._grow(self._extents.capacity + capacity + EXPANDED_LIMIT)
+            base = self._extents.take(capacity + EXPANDED_LIMIT)
+        return base
 
-            def drawn(row: int) -> int:
-                one = slice(row, row + 1)
-                return int(sample(logits[one], sampling, noise, positions[one]))
+    def _grow(self, slots: int) -> None:
+        """Makes room for more, and keeps what is cached."""
+        for model in (self.pair.target, *self.pair.models.values()):
+            model.reserve(slots, keep=True)
+        self._extents.capacity = slots
 
-            token_after: Callable[[int], int] = drawn
-            if at_once:
-                token_after = sample(logits, sampling, noise, positions).tolist().__getitem__
-            verdict = accept(drafted.tree, token_after)
-            self._path = verdict.path
-            assert self._drafting is not None
-            return replace(verdict, read=0) if self._drafting.reads_features else verdict
-        tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
-        ids = ids_tensor([self._text[-1], *tokens], target.device)
-        logits, _ = target.chain(ids, length - 1, logits=len(ids), greedy=greedy)
-        if request.rejects:
-            verdict = verify_rejection(
-                logits, length, tokens, log_q, sampling, request.seed, self._rounds
-            )
+    def read_prompt(self, turn: Turn) -> bool:
+        """The target reads a chunk of the prompt but for its last token, and so does the draft of
+        the policy that was in force at first."""
+        seat, target = self._seats[turn], self.pair.target
+        end = len(seat.text) - 1
+        if seat.request is not self._prefilled:
+            end = min(seat.read + PREFILL_CHUNK, end)
+            ids = torch.tensor(seat.text[seat.read : end], device=target.device)
+            target.read(ids, seat.read, base=seat.base)
+        if end > seat.read:
+            seat.features.put(seat.read, target.tapped)
+        self._prefilled, seat.read = None, end
+        for name, reading in seat.readings.items():
+            self._drafts[name].catch_up(reading, seat.text[: end + 1])
+        return end == len(seat.text) - 1
+
+    def release(self, turn: Turn) -> None:
+        self._extents.give(self._seats.pop(turn).base)
+
+    def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
+        drafted: list[Drafted | None] = [None] * len(turns)
+        asked = dict[str, list[tuple[int, Asked]]]()
+        for n, turn in enumerate(turns):
+            plan, seat = turn.plan, self._seats[turn]
+            name, request = plan.policy.draft, seat.request
+            if turn.gamma <= 0 or name not in seat.fitting:
+                continue
+            assert plan.shortlist is None or plan.shortlists is not None
+            seat.drafting, noise, draft = name, seat.noise, self._drafts[name]
+            if name not in seat.readings:  # it did not follow the text
+                seat.readings[name] = draft.begin(seat.base, seat.features)
+                draft.catch_up(seat.readings[name], seat.text)
+            if request.rejects:
+                target = self.pair.target
+                noise = Noise(request.seed, target.vocab_size, target.device, "draft", seat.rounds)
+            context = DraftContext(plan, request.sampling, noise, plan.shortlists, request.rejects)
+            one = Asked(seat.readings[name], seat.text, turn.gamma, turn.limit, context)
+            asked.setdefault(name, []).append((n, one))
+        for name, some in asked.items():
+            made = self._drafts[name].propose([one for _, one in some])
+            for (n, _), one_drafted in zip(some, made, strict=True):
+                drafted[n] = one_drafted
+        return drafted
+
+    def verify(self, turns: Sequence[Turn]) -> list[Verified]:
+        """One pass of the target over what was drafted for all requests."""
+        seats, target = [self._seats[turn] for turn in turns], self.pair.target
+        # A CPU draws along a tree's path alone; elsewhere all at once, to wait once.
+        at_once = target.device.type != "cpu" or target.graphs is not None
+        greedy = all(
+            seat.request.sampling.greedy
+            and (at_once or turn.drafted is None or turn.drafted.tree is None)
+            for seat, turn in zip(seats, turns, strict=True)
+        )
+        passes = [self._pass(s, turn.drafted) for s, turn in zip(seats, turns, strict=True)]
+        rows, _ = target.run_together(passes, greedy=greedy)
+        sizes = [len(tokens.ids) for tokens in passes]
+        if greedy and len(turns) > 1:
+            ids, begin, verdicts = rows.tolist(), 0, []
+            for turn, size in zip(turns, sizes, strict=True):
+                verdicts.append(_accepted(turn.drafted, ids[begin : begin + size]))
+                begin += size
         else:
-            positions = [*range(length, length + len(ids))]
-            verdict = accept_chain(tokens, sample(logits, sampling, noise, positions).tolist())
-        self._path = list(range(verdict.accepted))
-        return verdict
+            verdicts = [
+                self._verdict(seat, turn.drafted, own, at_once=at_once)
+                for seat, turn, own in zip(seats, turns, apart(rows, sizes), strict=True)
+            ]
+        for seat, states in zip(seats, apart(target.tapped, sizes), strict=True):
+            seat.tapped = states
+        return [
+            replace(verdict, read=0) if self._reads_again(seat, turn.drafted) else verdict
+            for seat, turn, verdict in zip(seats, turns, verdicts, strict=True)
+        ]
 
-    def _read_tree(self, tree: GrownTree, *, greedy: bool) -> Tensor:
-        """Float32 logits [1 + nodes, vocab] of the root and of a tree's nodes, which see the text
-        and their ancestors; with ``greedy`` the ids of the largest."""
-        target, root, n = self.pair.target, len(self._text) - 1, len(tree.tokens)
-        rows = [[self._text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
+    def _reads_again(self, seat: Seat, drafted: Drafted | None) -> bool:
+        """Whether the draft has kept nothing of the tree that it read."""
+        if drafted is None or drafted.tree is None:
+            return False
+        return self._drafts[seat.drafting].reads_features
+
+    def _verdict(
+        self, seat: Seat, drafted: Drafted | None, rows: Tensor, *, at_once: bool
+    ) -> Verified:
+        """The verdict on what was drafted for one request, by float32 logits [1 + drafted, vocab],
+        or the ids of the largest."""
+        request, noise, length = seat.request, seat.noise, len(seat.text)
+        sampling = request.sampling
+        if request.rejects:
+            tokens, log_q = (drafted.tokens, drafted.log_q) if drafted else ([], [])
+            return verify_rejection(
+                rows, length, tokens, log_q, sampling, request.seed, seat.rounds
+            )
+        if drafted is None or drafted.tree is None or at_once:
+            tree = drafted.tree if drafted is not None else None
+            depths = range(len(rows)) if tree is None else (0, *tree.depths)
+            positions = [length + depth for depth in depths]
+            return _accepted(drafted, sample(rows, sampling, noise, positions).tolist())
+        positions = [length + depth for depth in (0, *drafted.tree.depths)]
+
+        def drawn(row: int) -> int:
+            one = slice(row, row + 1)
+            return int(sample(rows[one], sampling, noise, positions[one]))
+
+        return accept(drafted.tree, drawn)
+
+    def _pass(self, seat: Seat, drafted: Drafted | None) -> PassTokens:
+        """What the target reads of one request: the text's last token, and a chain, or a tree whose
+        nodes see the text and their ancestors."""
+        target, root = self.pair.target, len(seat.text) - 1
+        if drafted is None or drafted.tree is None:
+            ids = ids_tensor([seat.text[-1], *(drafted.tokens if drafted else ())], target.device)
+            return target.following(ids, root, base=seat.base)
+        tree, n = drafted.tree, len(drafted.tokens)
+        rows = [[seat.text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
         ids, depths, places = torch.tensor(rows, device=target.device)
         mask = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
         mask[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
-        return target.run(ids, root + depths, root + places, mask, greedy=greedy)[0]
+        slots, stop = seat.base + root + places, seat.base + root + n + 1
+        return PassTokens(ids, root + depths, slots, mask, stop, seat.base)
 
-    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
-        length, path = len(self._text), self._path[:accepted]
-        self._features.put(length - 1, path)
-        if drafted is not None and self._drafting is not None:
-            self.pair.target.cache.move([length + node for node in path], length)
-            self._drafting.commit(length, drafted, path)
-        self._text.extend(emitted)
-        self._rounds += 1
+    def commit(self, turns: Sequence[Turn]) -> None:
+        slots, targets = list[int](), list[int]()
+        for turn in turns:
+            seat, drafted = self._seats[turn], turn.drafted
+            length, tree = len(seat.text), drafted is not None and drafted.tree is not None
+            path = (turn.verdict.path if tree else [*range(turn.accepted)])[: turn.accepted]
+            if seat.features.kept:
+                seat.features.put(length - 1, seat.tapped[[0, *(node + 1 for node in path)]])
+            if drafted is not None:
+                first = seat.base + length
+                if tree:
+                    slots += [first + node for node in path]
+                    targets += range(first, first + len(path))
+                name = seat.drafting
+                self._drafts[name].commit(seat.readings[name], length, drafted, path)
+            seat.text.extend(turn.tokens)
+            seat.rounds += 1
+        self.pair.target.cache.move(slots, targets)
+
+
+def _capacity(request: DecodeRequest) -> int:
+    """Slots for a request's text."""
+    return len(request.prompt_ids) + request.max_new_tokens + 1
+
+
+def _accepted(drafted: Drafted | None, tokens: list[int]) -> Verified:
+    """The verdict by the target's own tokens after the text and after each drafted one."""
+    if drafted is None or drafted.tree is None:
+        return accept_chain(drafted.tokens if drafted else [], tokens)
+    return accept(drafted.tree, tokens.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -183,16 +321,20 @@ class Decoded:
 
 @dataclass
 class Decoder:
-    """Serves requests one after another under a policy source.
+    """Serves requests under a policy source, ``seats`` at once, in caches of ``slots`` (None: that
+    grow).
 
     Windows that carry their state (Q-learning, transformers' heuristic) carry it from request to
     request of one decoder. Where the source has a policy that a request's verifier cannot use, the
-    last one that it could stays in force, and a warning is logged."""
+    last one that it could stays in force, and a warning is logged; so too where several seats
+    cannot (:func:`check_together`). Raises PolicyError for a verifier of one request at a time."""
 
     pair: LoadedPair
     source: PolicySource
     verifier: Verifier = "coupled"
     clock: Callable[[], float] = time.perf_counter
+    seats: int = 1
+    slots: int | None = None
     backend: ModelBackend = field(init=False)
     sessions: Sessions = field(init=False, default_factory=Sessions)
     _lossless: Plan | None = field(init=False, default=None)
@@ -200,7 +342,9 @@ class Decoder:
     _refused: Plan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.backend = ModelBackend(self.pair)
+        if self.seats > 1 and self.verifier == "rejection":
+            raise PolicyError("the rejection verifier decodes one request at a time")
+        self.backend = ModelBackend(self.pair, self.seats, self.slots)
 
     def request(
         self,
@@ -226,7 +370,7 @@ class Decoder:
                 f"request {item.id}: {len(prompt_ids)} prompt tokens + {max_new_tokens} new ones "
                 f"exceed {context}; shorten the prompt or lower --max-new-tokens"
             )
-        return DecodeRequest(
+        made = DecodeRequest(
             id=item.id,
             prompt_ids=prompt_ids,
             sampling=sampling,
@@ -237,6 +381,14 @@ class Decoder:
             ends_at=self.pair.stopper(stop_strings) if stop_strings else None,
             stop_strings=stop_strings,
         )
+        if problem := self.backend.too_large(made):
+            raise WorkloadError(f"request {item.id}: {problem}")
+        return made
+
+    def steps(self, queue: RequestQueue) -> Iterator[list[Round]]:
+        """Decodes requests step by step, as many at once as there are seats. Raises PolicyError
+        where the source's policy is for one request at a time."""
+        return decode_steps(self.backend, queue, _Together(self.source), self.clock, self.sessions)
 
     def rounds(
         self, request: DecodeRequest, source: _RequestSource | None = None
@@ -286,8 +438,9 @@ class Decoder:
             output.extend(item.tokens)
             finish = item.finish or finish
         seconds = self.clock() - began
-        if source.looked_at is not None and not plans:  # of a text without rounds
-            plans.append((0, source.looked_at))
+        if not plans:  # of a text without rounds
+            source.current()
+            plans += [(0, plan) for plan in (source.looked_at,) if plan is not None]
         trajectory = Trajectory(
             request_id=request.id,
             category=category,
@@ -326,6 +479,45 @@ class _RequestSource:
                 request.prompt_ids, lambda: backend.log_perplexity(request)
             )
         return self._plan
+
+
+@dataclass
+class _Together:
+    """A source's policies for several requests at once: where it has one that serves one at a time,
+    the last before it stays in force, and a warning is logged."""
+
+    source: PolicySource
+    _newest: Plan | None = None
+    _plan: Plan | None = None
+
+    def current(self) -> Plan:
+        newest = self.source.current()
+        if newest is not self._newest:
+            self._newest = newest
+            try:
+                check_together(newest)
+                self._plan = newest
+            except PolicyError as problem:
+                if self._plan is None:
+                    raise
+                line = "refused policy %s: %s; %s stays in force"
+                logging.getLogger(__name__).warning(line, newest.label, problem, self._plan.label)
+        assert self._plan is not None
+        return self._plan
+
+
+def check_together(plan: Plan) -> None:
+    """Raises PolicyError for a policy that serves one request at a time: one that learns from
+    request to request, reads its own router, or chooses by prompt."""
+    problem = ""
+    if plan.window.carries:
+        problem = f"window {plan.policy.window.kind} learns from one request to the next"
+    elif plan.shortlist is not None and plan.shortlist.routed:
+        problem = f"shortlist {plan.policy.shortlist.kind} is routed by one request's states"
+    elif plan.chooser is not None:
+        problem = "a draft for each prompt is chosen by its prefill"
+    if problem:
+        raise PolicyError(f"{problem}; it decodes one request at a time")
 
 
 def drafts_of(policy: Policy) -> frozenset[str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectune.runtime.attention import attend
+from spectune.runtime.attention import attend, attend_apart
 from spectune.runtime.cache import CacheView, LayerShape, PassTokens, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
@@ -145,7 +145,11 @@ class Layer:
         rotate = kernels.rotate_and_write if fast else rotate_and_write
         states, slots = F.linear(normed, *self.qkv), view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
-        attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
+        if view.spans:
+            keys, values = (x[None] for x in slots)
+            attended = attend_apart(query[None], keys, values, view.spans, self.scale)[0]
+        else:
+            attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
         x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
         normed, residual = norm(x, residual, self.mlp_norm)
         gate_up = F.linear(normed, *self.gate_up)

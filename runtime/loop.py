@@ -1,18 +1,20 @@
 """The loop: draft, verify, emit; the one place where windows are clipped and texts end.
 
-Any :class:`Backend` can stand behind it: models, or a recorded trace, with which it is the oracle
-that the fast replay must agree with. A policy may be swapped at the top of any round."""
+A step serves one round of each running request; decoding one request is a queue of one. Any
+:class:`Backend` can stand behind it: models, or a recorded trace, with which it is the oracle that
+the fast replay must agree with. A policy may be swapped at the top of any step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
-from spectune.runtime.session import Sessions
+from spectune.runtime.session import Session, Sessions
 from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
@@ -56,24 +58,56 @@ class Verified:
 
 
 class Backend(Protocol):
-    """Where drafts and verdicts come from."""
+    """Where drafts and verdicts come from, for all requests of a step at once."""
 
-    def begin(self, request: DecodeRequest, prepared: Plan) -> None:
-        """Makes ready for the first round of a request (prefill)."""
+    def admit(self, turn: Turn, plan: Plan) -> bool:
+        """Makes room for a request under the plan in force. False: not before another ends."""
 
-    def draft(self, prepared: Plan, gamma: int, limit: int) -> Drafted | None:
-        """Drafts at most ``gamma`` > 0 levels from the current end of the text; HeteroSpec may go
-        on up to ``limit``. None where the draft cannot hold the request."""
+    def read_prompt(self, turn: Turn) -> bool:
+        """Reads the next chunk of a request's prompt. True: its first round can begin."""
 
-    def verify(self, drafted: Drafted | None) -> Verified:
-        """The target's verdict on the drafted tokens (None: it only supplies its own token)."""
+    def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
+        """Drafts at most ``turn.gamma`` levels from the end of each text; HeteroSpec may go on up
+        to ``turn.limit``. None where gamma is 0, or the draft cannot hold the request."""
 
-    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
-        """The text grows by ``emitted``."""
+    def verify(self, turns: Sequence[Turn]) -> list[Verified]:
+        """The target's verdicts on ``turn.drafted`` (None: it only supplies its own token)."""
+
+    def commit(self, turns: Sequence[Turn]) -> None:
+        """Each text grows by ``turn.tokens``, of which ``turn.accepted`` were drafted."""
+
+    def release(self, turn: Turn) -> None:
+        """Gives a request's room back."""
+
+
+class RequestQueue(Protocol):
+    """Requests that wait, first come first. Each is of at least one token."""
+
+    def wait(self) -> bool:
+        """Returns once a request is there. False: there will be none."""
+
+    def first(self) -> DecodeRequest | None:
+        """The request that has waited longest; None: none is there now."""
+
+    def take(self) -> DecodeRequest:
+        """Removes the first."""
+
+
+class Waiting(deque[DecodeRequest]):
+    """A queue of requests that are all there."""
+
+    def wait(self) -> bool:
+        return bool(self)
+
+    def first(self) -> DecodeRequest | None:
+        return self[0] if self else None
+
+    def take(self) -> DecodeRequest:
+        return self.popleft()
 
 
 class PolicySource(Protocol):
-    """Where the loop looks for its policy, once a round; must answer at once."""
+    """Where the loop looks for its policy, once a step; must answer at once."""
 
     def current(self) -> Plan:
         """The policy in force. A different object than last time is a swap."""
@@ -92,14 +126,132 @@ class StaticSource:
 @dataclass(frozen=True)
 class Round:
     """One round: its step, the tokens it emitted, what was drafted, how the text ended, if it did,
-    and the tree with the accepted nodes' numbers in it, where one was drafted."""
+    the request, and the tree with the accepted nodes' numbers in it, where one was drafted."""
 
     step: Step
     tokens: list[int]
     drafted: list[int]
     finish: Finish | None
+    request: DecodeRequest
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
+
+
+class Turn:
+    """What the loop does for one request in a round: :meth:`open` asks the window, :meth:`settle`
+    ends the text and tells the window, :meth:`close` says what the round was.
+
+    ``gamma`` > 0 levels are drafted at most, up to ``limit`` where a policy extends a tree. Of the
+    round in hand ``drafted`` and ``verdict`` are the backend's, ``tokens`` what the text keeps, of
+    which ``accepted`` were drafted. ``finish``: how the text ended (None: it goes on)."""
+
+    plan: Plan
+    verdict: Verified
+
+    def __init__(self, request: DecodeRequest, sessions: Sessions) -> None:
+        self.request, self.output = request, list[int]()
+        self.gamma = self.limit = self.accepted = 0
+        self.drafted: Drafted | None = None
+        self.tokens: list[int] = []
+        self.finish: Finish | None = None
+        self._carried, self._own = sessions, Sessions()
+        self._session: Session | None = None
+        self._lag, self._start = 1, 0
+
+    def open(self, plan: Plan) -> None:
+        """Asks the window of the plan in force how much to draft, and clips it so that no drafted
+        token can exceed the budget: the last token of a round is the target's own."""
+        if self._session is None or plan is not self.plan:
+            # What a window carries from request to request is its decoder's; else it is this
+            # request's, as others run beside it.
+            self.plan = plan
+            self._session = (self._carried if plan.window.carries else self._own).of(plan)
+            self._session.start([*self.request.prompt_ids, *self.output])
+        self.limit = self.request.max_new_tokens - len(self.output) - 1
+        self.gamma = min(self._session.gamma, self.limit)
+
+    def settle(self, verdict: Verified) -> None:
+        """Cuts what the target says at the end of the text, and tells the window."""
+        self.verdict, self._start = verdict, len(self.output)
+        self.tokens, self.finish = _cut(self.request, self.output, verdict.tokens)
+        self.accepted = min(verdict.accepted, len(self.tokens))
+        assert self._session is not None
+        depth = 0 if self.drafted is None else self.drafted.depth
+        self._session.observe(depth, self.accepted, self.tokens)
+        self.output.extend(self.tokens)
+
+    def close(self, draft_s: float, verify_s: float, round_s: float) -> Round:
+        """The round, which took these seconds."""
+        drafted = self.drafted or Drafted(count=0, steps=0, lag=self._lag)
+        tokens, accepted = self.tokens, self.accepted
+        step = Step(
+            start=self._start,
+            drafted=drafted.count,
+            verified=drafted.count + 1,
+            accepted=accepted,
+            emitted=len(tokens),
+            draft_steps=drafted.steps,
+            lag=drafted.lag,
+            draft=self.plan.policy.draft,
+            policy=self.plan.policy_id,
+            draft_s=draft_s if self.gamma > 0 else 0.0,
+            verify_s=verify_s,
+            round_s=round_s,
+            depth=drafted.depth,
+            bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
+        )
+        self._lag = _lag_after(drafted, self.verdict, accepted, len(tokens))
+        path = self.verdict.path[:accepted]
+        return Round(step, tokens, drafted.tokens, self.finish, self.request, drafted.tree, path)
+
+
+def decode_steps(
+    backend: Backend,
+    queue: RequestQueue,
+    source: PolicySource,
+    clock: Callable[[], float] = time.perf_counter,
+    sessions: Sessions | None = None,
+) -> Iterator[list[Round]]:
+    """Decodes requests step by step, one round of each that runs a step.
+
+    Each step: admit what there is room for, read a chunk of the first prompt, ask each window for
+    gamma, draft, verify, cut at EOS or a stop string, tell the windows. Seconds of a round are
+    those of its step. ``sessions`` hold what windows carry from request to request."""
+    sessions = Sessions() if sessions is None else sessions
+    reading, turns = deque[Turn](), list[Turn]()
+    try:
+        while reading or turns or queue.wait():
+            while (request := queue.first()) is not None:
+                turn = Turn(request, sessions)
+                if not backend.admit(turn, source.current()):
+                    break
+                reading.append(turn)
+                queue.take()
+            if reading and backend.read_prompt(reading[0]):
+                turns.append(reading.popleft())
+            if not turns:
+                continue
+            began, plan = clock(), source.current()
+            for turn in turns:
+                turn.open(plan)
+            for turn, drafted in zip(turns, backend.draft(turns), strict=True):
+                turn.drafted = drafted
+            drafted_at = clock()
+            verdicts = backend.verify(turns)
+            verified_at = clock()
+            for turn, verdict in zip(turns, verdicts, strict=True):
+                turn.settle(verdict)
+            backend.commit(turns)
+            seconds = drafted_at - began, verified_at - drafted_at, clock() - began
+            rounds = [turn.close(*seconds) for turn in turns]
+            for turn in turns:
+                if turn.finish is not None:
+                    backend.release(turn)
+            turns = [turn for turn in turns if turn.finish is None]
+            yield rounds
+    finally:  # also where nobody asks for the next step
+        for turn in (*reading, *turns):
+            backend.release(turn)
 
 
 def decode_rounds(
@@ -109,59 +261,11 @@ def decode_rounds(
     clock: Callable[[], float] = time.perf_counter,
     sessions: Sessions | None = None,
 ) -> Iterator[Round]:
-    """Decodes one request round by round.
-
-    Each round: ask the window for gamma, clip it so that no drafted token can exceed the budget,
-    draft, verify, cut at EOS or a stop string, tell the window. Yields until the text has ended; a
-    request of no tokens has no round.
-    ``sessions`` hold what windows carry from request to request."""
-    sessions = Sessions() if sessions is None else sessions
-    output: list[int] = []
-    lag, finish = 1, None
-    plan = source.current()
-    if not request.max_new_tokens:
-        return
-    session = sessions.of(plan)
-    session.start(request.prompt_ids)
-    backend.begin(request, plan)
-    while finish is None:
-        began = clock()
-        if (newest := source.current()) is not plan:
-            plan, session = newest, sessions.of(newest)
-            session.start([*request.prompt_ids, *output])
-        start = len(output)
-        limit = request.max_new_tokens - start - 1  # the last token of a round is the target's own
-        gamma = min(session.gamma, limit)
-        drafted = backend.draft(plan, gamma, limit) if gamma > 0 else None
-        drafted_at = clock()
-        verdict = backend.verify(drafted)
-        verified_at = clock()
-        draft_s, verify_s = drafted_at - began, verified_at - drafted_at
-        tokens, finish = _cut(request, output, verdict.tokens)
-        accepted = min(verdict.accepted, len(tokens))
-        backend.commit(tokens, accepted, drafted)
-        drafted = drafted or Drafted(count=0, steps=0, lag=lag)
-        session.observe(drafted.depth, accepted, tokens)
-        output.extend(tokens)
-        step = Step(
-            start=start,
-            drafted=drafted.count,
-            verified=drafted.count + 1,
-            accepted=accepted,
-            emitted=len(tokens),
-            draft_steps=drafted.steps,
-            lag=drafted.lag,
-            draft=plan.policy.draft,
-            policy=plan.policy_id,
-            draft_s=draft_s if gamma > 0 else 0.0,
-            verify_s=verify_s,
-            round_s=clock() - began,
-            depth=drafted.depth,
-            bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
-        )
-        lag = _lag_after(drafted, verdict, accepted, len(tokens))
-        path = verdict.path[:accepted]
-        yield Round(step, tokens, drafted.tokens, finish, drafted.tree, path)
+    """Decodes one request round by round: :func:`decode_steps` with a queue of one. A request of no
+    tokens has no round."""
+    queue = Waiting([request] if request.max_new_tokens else [])
+    for rounds in decode_steps(backend, queue, source, clock, sessions):
+        yield from rounds
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:

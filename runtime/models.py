@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from spectune.runtime import attention
-from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_mask
-from spectune.runtime.cache import LayerShape, PassTokens, SlotCache
+from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_masks
+from spectune.runtime.cache import LayerShape, PassTokens, SlotCache, together
 from spectune.runtime.checkpoints import scaled_positions
 from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 CHUNK = 512
 """Longest pass whose logits are read; longer texts are cut so that these stay small."""
-PREFILL_CHUNK = 2048
-"""Longest pass over a prompt; longer ones are cut so that activations stay small."""
+PREFILL_CHUNK = 512
+"""Longest pass over a prompt; longer ones are cut so that activations stay small, and requests that
+run do not wait long."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
 
@@ -142,6 +143,17 @@ class SlotModel(ABC):
         logits = self.head(states)
         return logits.argmax(-1) if output == "ids" else logits
 
+    def following(
+        self, ids: Tensor, start: int, *, base: int = 0, hidden: Tensor | None = None
+    ) -> PassTokens:
+        """Tokens that follow each other at positions ``start ..``, each of which sees those up to
+        its own, of the request whose extent begins at slot ``base``."""
+        stop = start + len(ids)
+        positions = self._positions[start:stop]
+        slots = self._positions[base + start : base + stop] if base else positions
+        first = base + self.first_slot
+        return PassTokens(ids, positions, slots, None, base + stop, first, hidden=hidden)
+
     def chain(
         self,
         ids: Tensor,
@@ -150,13 +162,11 @@ class SlotModel(ABC):
         logits: int,
         greedy: bool = False,
         hidden: Tensor | None = None,
+        base: int = 0,
         replays: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """:meth:`run` for tokens that follow each other at slots and positions ``start ..``, each
-        of which sees the slots up to its own. Without ``replays`` it runs eagerly."""
-        stop = start + len(ids)
-        slots = self._positions[start:stop]
-        tokens = PassTokens(ids, slots, slots, None, stop, self.first_slot, hidden=hidden)
+        """:meth:`run` for :meth:`following` tokens. Without ``replays`` it runs eagerly."""
+        tokens = self.following(ids, start, base=base, hidden=hidden)
         return self._pass(PassKind(_output(logits, greedy=greedy)), tokens, logits, replays=replays)
 
     def run(
@@ -177,9 +187,32 @@ class SlotModel(ABC):
         Returns float32 logits of the last ``logits`` tokens (None: of all), or with ``greedy`` the
         ids of the largest, int64; and the last hidden states of all, [n, hidden_size].
         ``recurrent``: ``hidden`` are states that the model gave itself."""
-        rows = len(ids) if logits is None else logits
         tokens = PassTokens(ids, positions, slots, mask, mask.shape[1], hidden=hidden)
-        return self._pass(PassKind(_output(rows, greedy=greedy), False, recurrent), tokens, rows)
+        return self.run_together([tokens], logits=logits, greedy=greedy, recurrent=recurrent)
+
+    def run_together(
+        self,
+        passes: Sequence[PassTokens],
+        *,
+        logits: int | None = None,
+        greedy: bool = False,
+        recurrent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`run` for the tokens of several requests at once: the output of the last ``logits``
+        tokens of each (None: of all), and the states of all, request by request."""
+        if len(passes) == 1:
+            (tokens,) = passes
+            rows = len(tokens.ids) if logits is None else logits
+            kind = PassKind(_output(rows, greedy=greedy), tokens.mask is None, recurrent)
+            return self._pass(kind, tokens, rows)
+        joined = together([_masked(each) for each in passes])
+        states, self.tapped = self.forward(joined, recurrent=recurrent)
+        read = states
+        if logits is not None:
+            lasts = [i for s in joined.spans for i in range(s.last - logits, s.last)]
+            read = states[torch.tensor(lasts, dtype=torch.int64, device=self.device)]
+        rows = len(read)
+        return self.evaluate(_output(rows, greedy=greedy), read)[:rows], states
 
     def _pass(
         self, kind: PassKind, tokens: PassTokens, rows: int, *, replays: bool = True
@@ -187,13 +220,19 @@ class SlotModel(ABC):
         """The output of the last ``rows`` tokens, and the states of all."""
         outputs = self.graphs.run(kind, tokens) if replays and self.graphs is not None else None
         if outputs is None:
-            n, read = len(tokens.ids), tokens.stop - tokens.start
-            if kind.causal and 1 < n <= MASKED_ROWS and n < read:
-                tokens = tokens._replace(mask=causal_mask(tokens.slots - tokens.start, read))
-            states, tapped = self.forward(tokens, recurrent=kind.recurrent)
-            outputs = Outputs(states, self.evaluate(kind.output, states[n - rows :]), tapped)
+            states, tapped = self.forward(_masked(tokens), recurrent=kind.recurrent)
+            result = self.evaluate(kind.output, states[len(states) - rows :])
+            outputs = Outputs(states, result, tapped)
         self.tapped = outputs.tapped
         return outputs.result[-rows:], outputs.states
+
+
+def _masked(tokens: PassTokens) -> PassTokens:
+    """Tokens that follow each other under a mask, where that is cheaper than attention in parts."""
+    n, read = len(tokens.ids), tokens.stop - tokens.start
+    if tokens.mask is not None or not 1 < n <= MASKED_ROWS or n >= read:
+        return tokens
+    return tokens._replace(mask=causal_mask(tokens.slots - tokens.start, read))
 
 
 def _output(rows: int, *, greedy: bool) -> Output:
@@ -298,16 +337,23 @@ class CausalModel(SlotModel):
             self.graphs.forget()
 
     def read(
-        self, ids: Tensor, start: int, each: Callable[[int, Tensor], None] = lambda at, states: None
+        self,
+        ids: Tensor,
+        start: int,
+        each: Callable[[int, Tensor], None] = lambda at, states: None,
+        *,
+        base: int = 0,
     ) -> Tensor:
-        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits. Returns the last
+        """Fills the cache with ``ids`` at ``start ..`` in chunks, without logits, in the extent
+        that begins at ``base``. Returns the last
         hidden state of the last token, [1, hidden_size] ([0, hidden_size] without ``ids``).
         ``each`` is called with the place in ``ids`` and the last hidden states of every chunk."""
         parts: list[Tensor] = []
         states = torch.zeros(0, self.hidden_size, device=self.device, dtype=self.dtype)
         for first in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[first : first + PREFILL_CHUNK]
-            states = self.chain(chunk, start + first, logits=0, replays=False)[1]
+            tokens = self.following(chunk, start + first, base=base)
+            states = self._pass(PassKind("states"), tokens, 0, replays=False)[1]
             each(first, states)
             parts.append(self.tapped)
         if len(parts) > 1:
@@ -315,9 +361,8 @@ class CausalModel(SlotModel):
         return states[-1:]
 
     def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
-        (ids, positions), view, mask = tokens[:2], self.cache.view(tokens), tokens.mask
-        if mask is not None:
-            mask = layer_mask(mask, self._groups, *view.layer(0))
+        (ids, positions), view = tokens[:2], self.cache.view(tokens)
+        mask = layer_masks(view, tokens.mask, self._groups)
         rows: dict[int, Tensor]
         if self.fused is not None:
             embedded = self.embedded(ids)
@@ -325,7 +370,7 @@ class CausalModel(SlotModel):
         else:
             layers = [tap for tap in self._taps if tap != FINAL]
             options = {self.cache_name: view, "output_hidden_states": bool(layers)}
-            PASS.length = view.length
+            PASS.length, PASS.spans = view.length, view.spans
             try:
                 out = self._decoder(
                     input_ids=self._with_row(ids)[None],
@@ -335,7 +380,7 @@ class CausalModel(SlotModel):
                     **options,
                 )
             finally:
-                PASS.length = None
+                PASS.length, PASS.spans = None, ()
             states = out.last_hidden_state[0]
             rows = {tap: out.hidden_states[tap][0] for tap in layers}
         taps = [states if tap == FINAL else rows[tap] for tap in self._taps]

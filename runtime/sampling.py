@@ -234,3 +234,45 @@ def sample(
     if noise is None:
         return logits if logits.dtype == torch.int64 else logits.argmax(-1)
     return noise.best(processed(logits, sampling, draft=draft), ids, positions)
+
+
+def law(sampling: Sampling) -> tuple[float, int, float]:
+    """What samplings have in common whose rows are processed together: all but the seed."""
+    return sampling.temperature, sampling.top_k, sampling.top_p
+
+
+class NoiseRows:
+    """The noise of rows that are several requests', ``(noise, position)`` each, to be added as one
+    request's is (:class:`Noise`)."""
+
+    def __init__(self, rows: Sequence[tuple[Noise, int]]) -> None:
+        self._rows = rows
+
+    def add(self, scores: Tensor, ids: Tensor | None) -> Tensor:
+        """:meth:`Noise.add`."""
+        rows = torch.stack([noise.row(position) for noise, position in self._rows])
+        return scores + (rows if ids is None else rows.index_select(-1, ids))
+
+
+def sample_rows(
+    logits: Tensor,
+    rows: Sequence[tuple[Sampling, Noise | None, int]],
+    *,
+    draft: bool = False,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """:func:`sample` of rows that are several requests': how each is sampled, its request's noise,
+    and the position of the token that it comes before."""
+    laws = [law(sampling) for sampling, _, _ in rows]
+    if logits.dtype == torch.int64 or len({*laws}) == 1:
+        sampling, noise, position = rows[0]
+        if len(rows) == 1 or noise is None:
+            return sample(logits, sampling, noise, [position], draft=draft, ids=ids)
+        scores = processed(logits, sampling, draft=draft)
+        joint = NoiseRows([(noise, at) for _, noise, at in rows if noise is not None])
+        return joint.add(scores, ids).argmax(-1)
+    out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for one in dict.fromkeys(laws):
+        at = [i for i, other in enumerate(laws) if other == one]
+        out[at] = sample_rows(logits[at], [rows[i] for i in at], draft=draft, ids=ids)
+    return out

@@ -3,7 +3,7 @@ round by round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -13,7 +13,14 @@ import numpy as np
 from spectune.optimizer.replay.chain_tables import AGREE_NO, AGREE_NONE, AGREE_YES
 from spectune.optimizer.replay.forest import Forest
 from spectune.runtime.drafts.protocol import Drafted
-from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Verified, decode_rounds
+from spectune.runtime.loop import (
+    DecodeRequest,
+    Round,
+    StaticSource,
+    Turn,
+    Verified,
+    decode_rounds,
+)
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.policies.stops import should_stop
 from spectune.runtime.session import Sessions
@@ -71,7 +78,7 @@ class _RecordedTree:
 
 
 class TraceBackend:
-    """The loop's backend over one trajectory and one draft's panorama: proposals and verdicts are
+    """A backend over one trajectory and one draft's panorama: proposals and verdicts are
     looked up, not computed.
 
     Chains are read from ``panorama``, trees (a head's chains are trees too) from ``trees``. Raises
@@ -166,6 +173,38 @@ class TraceBackend:
         self._at += len(emitted)
 
 
+class EachAlone:
+    """The loop's backend over one of each request's own, which draft and verify for it alone."""
+
+    def __init__(self, backend_of: Callable[[DecodeRequest], TraceBackend | Timed]) -> None:
+        self._backend_of = backend_of
+        self._of: dict[Turn, TraceBackend | Timed] = {}
+
+    def admit(self, turn: Turn, plan: Plan) -> bool:
+        self._of[turn] = self._backend_of(turn.request)
+        self._of[turn].begin(turn.request, plan)
+        return True
+
+    def read_prompt(self, turn: Turn) -> bool:
+        return True
+
+    def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
+        return [
+            self._of[turn].draft(turn.plan, turn.gamma, turn.limit) if turn.gamma > 0 else None
+            for turn in turns
+        ]
+
+    def verify(self, turns: Sequence[Turn]) -> list[Verified]:
+        return [self._of[turn].verify(turn.drafted) for turn in turns]
+
+    def commit(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            self._of[turn].commit(turn.tokens, turn.accepted, turn.drafted)
+
+    def release(self, turn: Turn) -> None:
+        del self._of[turn]
+
+
 RoundSeconds = Callable[..., tuple[float, float, float]]
 """(drafting, verification, the whole round) in seconds of a context, the tokens that the draft has
 to read, its passes, drafted and emitted tokens."""
@@ -242,6 +281,6 @@ def replay_rounds(
     backend = TraceBackend(trajectory, panorama if speculates else None, trees)
     source, kept = StaticSource(prepared), {"sessions": sessions}
     if seconds is None:
-        return list(decode_rounds(backend, request, source, **kept))
+        return list(decode_rounds(EachAlone(lambda _: backend), request, source, **kept))
     timed = Timed(backend, seconds)
-    return list(decode_rounds(timed, request, source, timed.clock, **kept))
+    return list(decode_rounds(EachAlone(lambda _: timed), request, source, timed.clock, **kept))

@@ -335,9 +335,9 @@ def test_texts_stay_and_rounds_are_the_replays(
     reads: list[int] = []
     read = rich.target.read
 
-    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         reads.append(len(ids))
-        return read(ids, *rest)
+        return read(ids, *rest, **more)
 
     decoder = Decoder(rich, StaticSource(prepare_for(rich, choice, artifacts=find)))
     with pytest.MonkeyPatch.context() as patch:
@@ -375,9 +375,9 @@ def test_publications_take_effect_between_two_rounds(
     order, used, versions = [chains, other, trees, chains, plain, chains], [], []
     read, reads = rich.target.read, list[int]()
 
-    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         reads.append(len(ids))
-        return read(ids, *rest)
+        return read(ids, *rest, **more)
 
     monkeypatch.setattr(rich.target, "read", counted)
     with watch(

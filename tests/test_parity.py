@@ -21,8 +21,9 @@ from spectune.optimizer.replay.chain_tables import AGREE_YES, join_chains
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
+from spectune.runtime.drafts.eagle import Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
-from spectune.runtime.drafts.protocol import DraftContext
+from spectune.runtime.drafts.protocol import Asked, DraftContext
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -148,9 +149,12 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
             for start in range(0, len(trajectory.output_ids), 5):
                 draft = LanguageModelDraft(pair.drafts[name])
                 prefix = text[: prompt + start]
-                draft.begin(prefix, len(text) + 2 * GAMMA_MAX)
+                draft.model.reserve(len(text) + 2 * GAMMA_MAX)
+                reading = draft.begin(0, Features(pair.target, 0, 0))
+                draft.catch_up(reading, prefix)
                 most = min(GAMMA_MAX, TOKENS - 1 - start)  # what the budget allows
-                drafted = draft.propose(prefix, most, most, context).tokens if most else []
+                asked = [Asked(reading, prefix, most, most, context)]
+                drafted = draft.propose(asked)[0].tokens if most else []
                 for j, token in enumerate(drafted):
                     agree, logp, entropy = backend._codes(start, j, True)
                     before = prefix + drafted[:j]

@@ -7,51 +7,55 @@ are read again with the target's features at the next round."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import PassTokens
 from spectune.runtime.drafts.eagle_head import EagleHead
-from spectune.runtime.drafts.protocol import DraftContext, Drafted
-from spectune.runtime.drafts.tree_reader import Places, TreeReader, propose_tree
-from spectune.runtime.models import CHUNK, CausalModel
-from spectune.runtime.shortlists import RecentStates, Shortlists
+from spectune.runtime.drafts.protocol import Asked, Drafted
+from spectune.runtime.drafts.tree_reader import TreeReader, propose_trees
+from spectune.runtime.models import CHUNK, CausalModel, ids_tensor
+from spectune.runtime.shortlists import RecentStates
 from spectune.runtime.trees.draft import GrownTree
 
 
 class Features:
-    """The target's hidden states of a text, while a head drafts: [capacity, width], row p of token
-    p. ``count`` rows are there; none while no head drafts (``kept`` False)."""
+    """The target's hidden states of one text, of at most ``capacity`` tokens in the extent that
+    begins at ``base``, while a head drafts: [capacity, width], row p of token p. ``count`` rows are
+    there; none while no head drafts (``kept`` False)."""
 
-    def __init__(self, target: CausalModel) -> None:
-        self.target = target
+    def __init__(self, target: CausalModel, base: int, capacity: int) -> None:
+        self.target, self.base, self.capacity = target, base, capacity
         self.rows = torch.zeros(0, 0, device=target.device, dtype=target.dtype)
         self.count = 0
         self.kept = False
 
-    def begin(self, capacity: int, read: int) -> None:
-        """Starts with those of the ``read`` tokens that the target has just read."""
+    def begin(self) -> None:
+        """Keeps those of the text from its beginning on."""
         target = self.target
-        shape = capacity, len(target.taps) * target.hidden_size
-        if self.rows.shape[0] < capacity or self.rows.shape[1] != shape[1]:
-            self.rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
-        if read:
-            self.rows[:read] = target.tapped
-        self.count, self.kept = read, True
+        shape = self.capacity, len(target.taps) * target.hidden_size
+        self.rows = torch.zeros(shape, device=target.device, dtype=target.dtype)
+        self.count, self.kept = 0, True
 
-    def catch_up(self, text: list[int], capacity: int) -> None:
+    def catch_up(self, text: list[int]) -> None:
         """Where a head takes over in the middle of a text whose features were not kept, the target
         reads all but its last token again."""
-        if len(text) > 1 and (not self.kept or self.count < len(text) - 1):
-            self.target.read(torch.tensor(text[:-1], device=self.target.device), 0)
-            self.begin(capacity, len(text) - 1)
+        if self.kept and self.count >= len(text) - 1:
+            return
+        self.begin()
+        if len(text) > 1:
+            ids = torch.tensor(text[:-1], device=self.target.device)
+            self.target.read(ids, 0, base=self.base)
+            self.put(0, self.target.tapped)
 
-    def put(self, at: int, path: list[int]) -> None:
-        """Keeps those of tokens ``at ..`` from the target's last pass: of the root and the nodes
-        ``path``."""
+    def put(self, at: int, states: Tensor) -> None:
+        """Keeps those of tokens ``at ..``, [n, width]."""
         if self.kept:
-            rows = self.target.tapped[[0, *(node + 1 for node in path)]]
-            self.rows[at : at + len(rows)] = rows
-            self.count = at + len(rows)
+            self.count = at + len(states)
+            self.rows[at : self.count] = states
 
 
 def columns(target: CausalModel, head: EagleHead) -> Tensor:
@@ -61,73 +65,92 @@ def columns(target: CausalModel, head: EagleHead) -> Tensor:
     return torch.cat([torch.arange(a, a + width) for a in at]).to(target.device)
 
 
+@dataclass(eq=False)
+class EagleReading:
+    """What a head has read of one request: the tokens up to ``read``, in the extent that begins at
+    ``base``, slot 0 of which stays empty."""
+
+    base: int
+    features: Features
+    read: int = 1
+    states: RecentStates = field(default_factory=RecentStates)
+
+
 class EagleDraft:
-    """A head over its slot cache, token p in slot p (slot 0 stays empty)."""
+    """A head over its slot cache, token p in slot p of its request's extent."""
 
     reads_features = True
 
-    def __init__(self, head: EagleHead, features: Features) -> None:
-        self.head, self.features, self.columns = head, features, columns(features.target, head)
-        self._read = 1
-        self._states = RecentStates()
+    def __init__(self, head: EagleHead, target: CausalModel) -> None:
+        self.head, self.columns = head, columns(target, head)
 
-    def begin(self, text: list[int], capacity: int) -> None:
-        self.features.catch_up(text, capacity)
-        self.head.reserve(capacity)
-        self._read = 1
-        self._states.clear()
-        while self._read < len(text) - 1:
-            end = min(len(text) - 1, self._read + CHUNK)
-            ids = torch.tensor(text[self._read : end], device=self.head.device)
-            features = self.features.rows[self._read - 1 : end - 1, self.columns]
-            out = self.head.chain(ids, self._read, logits=0, hidden=features, replays=False)[1]
-            self._read = end
-            self._states.put(end - 1, out[-1:])
+    def begin(self, base: int, features: Features) -> EagleReading:
+        return EagleReading(base, features)
 
-    def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        if len(text) < 2:  # there is nothing to read before the second token
-            return Drafted(0, 0, len(text) - self._read, [], GrownTree())
-        routed = context.shortlists is not None and context.shortlists.routed
-        if routed and self._read == len(text) - 1 > 1 and self._states.get(len(text) - 2) is None:
-            self._read -= 1  # rounds without a router do not keep states: that token is read again
-        reader, lag = EagleReader(self, text, context.shortlists), len(text) - self._read
-        return propose_tree(reader, depth, limit, lag, context)
+    def catch_up(self, reading: EagleReading, text: list[int]) -> None:
+        reading.features.catch_up(text)
+        while reading.read < len(text) - 1:
+            end = min(len(text) - 1, reading.read + CHUNK)
+            ids = torch.tensor(text[reading.read : end], device=self.head.device)
+            out = self.head.chain(
+                ids,
+                reading.read,
+                logits=0,
+                hidden=self.features(reading, end),
+                base=reading.base,
+                replays=False,
+            )[1]
+            reading.read = end
+            reading.states.put(end - 1, out[-1:])
 
-    def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
-        self._read = min(self._read, length)
+    def features(self, reading: EagleReading, end: int) -> Tensor:
+        """The target's features that the head reads beside the tokens up to ``end``."""
+        return reading.features.rows[reading.read - 1 : end - 1, self.columns]
+
+    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+        drafted = dict[int, Drafted]()
+        groups = dict[int, list[int]]()
+        for n, each in enumerate(asked):
+            reading, length = each.reading, len(each.text)
+            if length < 2:  # there is nothing to read before the second token
+                drafted[n] = Drafted(0, 0, length - reading.read, [], GrownTree())
+                continue
+            shortlists = each.context.shortlists
+            routed = shortlists is not None and shortlists.routed
+            if routed and reading.read == length - 1 > 1 and reading.states.get(length - 2) is None:
+                # Rounds without a router do not keep states: that token is read again.
+                reading.read -= 1
+            groups.setdefault(id(shortlists), []).append(n)
+        for members in groups.values():
+            made = propose_trees([EagleReader(self, asked[n]) for n in members])
+            drafted |= dict(zip(members, made, strict=True))
+        return [drafted[n] for n in range(len(asked))]
+
+    def commit(self, reading: EagleReading, length: int, drafted: Drafted, path: list[int]) -> None:
+        reading.read = min(reading.read, length)
 
 
 class EagleReader(TreeReader):
     """A head's passes over one tree."""
 
-    def __init__(self, draft: EagleDraft, text: list[int], shortlists: Shortlists | None) -> None:
-        super().__init__(draft.head, text, shortlists)
-        self.draft = draft
+    def __init__(self, draft: EagleDraft, asked: Asked) -> None:
+        super().__init__(draft.head, asked, asked.reading.base)
+        self.draft, self.lag = draft, self.length - asked.reading.read
 
-    def root(self) -> Tensor:
-        draft, head, at = self.draft, self.draft.head, self.draft._read
-        ids = torch.tensor(self.text[at:], device=self.device)
-        features = draft.features.rows[at - 1 : self.length - 1, draft.columns]
-        shortlists = self._shortlists
-        draft._read = self.length
-        if shortlists is None:
-            logits, out = head.chain(ids, at, logits=1, hidden=features)
-            self.hidden = out[-1:]
-            return logits
-        out = head.chain(ids, at, logits=0, hidden=features)[1]
-        self.hidden, before = out[-1:], None
-        if shortlists.routed:
-            draft._states.put(at, out)
-            before = draft._states.get(self.length - 2)
-        previous = None if before is None else head.state(before)
-        support = shortlists.select(0, ids[-1:], previous)
-        return self._listed(head.state(self.hidden), support)
+    def root(self) -> PassTokens:
+        reading, at = self.asked.reading, self.asked.reading.read
+        ids = ids_tensor(self.text[at:], self.device)
+        fed = self.draft.features(reading, self.length)
+        reading.read = self.length
+        return self.draft.head.following(ids, at, base=self.base, hidden=fed)
 
-    def _read(
-        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
-    ) -> tuple[Tensor, Tensor]:
-        fed = self.hidden.expand(len(tokens), -1) if parents is None else self.hidden[parents]
-        rows, self.hidden = self.draft.head.run(
-            tokens, *at, logits=logits, hidden=fed, recurrent=True
-        )
-        return rows, self.hidden
+    def fed(self, n: int, parents: Tensor | None) -> Tensor:
+        return self.hidden.expand(n, -1) if parents is None else self.hidden[parents]
+
+    def keep(self, states: Tensor, tokens: PassTokens, *, root: bool) -> None:
+        self.hidden = states[-1:] if root else states
+        if root and self.shortlists is not None and self.shortlists.routed:
+            reading, head = self.asked.reading, self.draft.head
+            reading.states.put(self.length - len(tokens.ids), states)
+            before = reading.states.get(self.length - 2)
+            self.last = torch.zeros(0) if before is None else head.state(before)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectune.runtime.attention import layer_mask
+from spectune.runtime.attention import layer_masks
 from spectune.runtime.cache import LayerShape, PassTokens, SlotCache
 from spectune.runtime.fused import Layer, Pass, new_pass, try_kernels
 from spectune.runtime.models import CausalModel, SlotModel
@@ -212,11 +212,9 @@ class EagleHead(SlotModel):
         """Row i of ``tokens.hidden`` belongs to the token before ``ids[i]``: target features, or
         with ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing
         reads a head's hidden states."""
-        shape, mask, view = self.net.shape, tokens.mask, self.cache.view(tokens)
+        shape, view = self.net.shape, self.cache.view(tokens)
         assert tokens.hidden is not None
-        if mask is not None:
-            mask = layer_mask(mask, shape.heads // shape.kv_heads, *view.layer(0))
-
+        mask = layer_masks(view, tokens.mask, shape.heads // shape.kv_heads)
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
         embedded, parts = self._embed(tokens.ids), new_pass(rotary, view, mask)
         out = self.net(embedded, tokens.hidden, parts, recurrent=recurrent)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, MutableMapping
-from typing import Final
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
-from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Asked, Drafted
+
+if TYPE_CHECKING:
+    from spectune.runtime.drafts.eagle import Features
 
 LONGEST: Final = 3
 """Tokens of the longest n-gram that is looked up."""
@@ -48,27 +52,37 @@ class NgramIndex:
         return tokens
 
 
+@dataclass(eq=False)
+class NgramReading:
+    """A request's index, and the tokens that count as read."""
+
+    index: NgramIndex = field(default_factory=NgramIndex)
+    read: int = 0
+
+
 class NgramDraft:
     """Prompt lookup as draft. A proposal counts as certain: q = 1, entropy 0."""
 
     reads_features = False
 
-    def __init__(self) -> None:
-        self._index = NgramIndex()
-        self._read = 0
+    def begin(self, base: int, features: Features) -> NgramReading:
+        return NgramReading()
 
-    def begin(self, text: list[int], capacity: int) -> None:
-        self._index = NgramIndex()
-        self._index.extend(text)
-        self._read = len(text) - 1
+    def catch_up(self, reading: NgramReading, text: list[int]) -> None:
+        reading.index.extend(text[len(reading.index.tokens) :])
+        reading.read = len(text) - 1
 
-    def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        self._index.extend(text[len(self._index.tokens) :])
-        tokens = self._index.continuation(depth)
-        steps = min(depth, len(tokens) + 1)  # the last may have found nothing
-        return Drafted(len(tokens), steps, len(text) - self._read, tokens)
+    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+        proposals = []
+        for each in asked:
+            reading, text = each.reading, each.text
+            reading.index.extend(text[len(reading.index.tokens) :])
+            tokens = reading.index.continuation(each.depth)
+            steps = min(each.depth, len(tokens) + 1)  # the last may have found nothing
+            proposals.append(Drafted(len(tokens), steps, len(text) - reading.read, tokens))
+        return proposals
 
-    def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
+    def commit(self, reading: NgramReading, length: int, drafted: Drafted, path: list[int]) -> None:
         # Reading costs nothing here; the lag is counted as for a model so that every draft's rounds
         # look alike.
-        self._read = length + min(len(path), drafted.steps - 1)
+        reading.read = length + min(len(path), drafted.steps - 1)

@@ -1,12 +1,13 @@
-"""What the runtime asks of any draft: begin, propose, commit.
+"""What the runtime asks of any draft: begin, propose, commit, for all requests of a step.
 
 A draft is a function of its prefix (and, at temperature > 0, of the noise that the target will
 use): that is what lets a panorama stand for every start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from spectune.runtime.sampling import log_distribution
 
 if TYPE_CHECKING:
+    from spectune.runtime.drafts.eagle import Features
     from spectune.runtime.policies.plan import Plan
     from spectune.runtime.sampling import Noise
     from spectune.runtime.shortlists import Shortlists
@@ -70,21 +72,36 @@ class Drafted:
         return self.count if self.tree is None else self.tree.levels
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a draft is asked for one request: at most ``depth`` >= 1 levels after ``text`` (token
+    ids, prompt included); HeteroSpec may go on up to ``limit``, a stop may end it earlier.
+    ``reading`` is what :meth:`Draft.begin` gave."""
+
+    reading: Any
+    text: list[int]
+    depth: int
+    limit: int
+    context: DraftContext
+
+
 class Draft(Protocol):
-    """Proposes tokens for the target to verify. Texts are token ids, prompt included."""
+    """Proposes tokens for the target to verify. What it has read of a request is a reading, which
+    its owner keeps."""
 
     reads_features: bool
     """Whether it reads the target's hidden states. Then it reads what it drafted again, once that
     is accepted."""
 
-    def begin(self, text: list[int], capacity: int) -> None:
-        """A new request, or a text that another draft served so far: reads it but for its last
-        token. ``capacity``: slots needed."""
+    def begin(self, base: int, features: Features) -> Any:
+        """Returns a reading of nothing, of a request whose extent begins at slot ``base``."""
 
-    def propose(self, text: list[int], depth: int, limit: int, context: DraftContext) -> Drafted:
-        """At most ``depth`` >= 1 levels after ``text``; HeteroSpec may go on up to ``limit``. The
-        policy's stop may end it earlier."""
+    def catch_up(self, reading: Any, text: list[int]) -> None:
+        """Reads a text but for its last token, from where the reading ends."""
 
-    def commit(self, length: int, drafted: Drafted, path: list[int]) -> None:
+    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+        """What it drafts for each request, in passes over all of them."""
+
+    def commit(self, reading: Any, length: int, drafted: Drafted, path: list[int]) -> None:
         """Of what :meth:`propose` drafted after a text of ``length`` tokens, the nodes ``path``
         were accepted, from the root."""

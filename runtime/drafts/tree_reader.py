@@ -1,101 +1,199 @@
-"""Passes over a tree, which a language model and an EAGLE head share: where nodes stand, what they
-see, which tokens are evaluated."""
+"""Passes over trees, which a language model and an EAGLE head share, for all requests of a step at
+once: where nodes stand, what they see, which tokens are evaluated."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from spectune.runtime.cache import PassTokens, apart
+from spectune.runtime.distributions import Perturb, best_children, codes_on_host
 from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
-from spectune.runtime.drafts.protocol import DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Asked, Drafted
 from spectune.runtime.models import SlotModel
-from spectune.runtime.shortlists import Shortlists, Support
-from spectune.runtime.trees.draft import ModelDistributions, grow
-
-Places = tuple[Tensor, Tensor, Tensor]
-"""Where n nodes stand: positions and slots, int64 [n], and what each sees, a mask bool [n, view].
-"""
+from spectune.runtime.sampling import NoiseRows, law
+from spectune.runtime.trees.draft import grow_together, growth
+from spectune.runtime.trees.grow import Codes, Growing
 
 
 class TreeReader(ABC):
-    """A draft's passes over one tree: each level in one pass, nodes apart under a mask.
+    """What a draft's passes read of one tree: each level in one pass, nodes apart under a mask.
 
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
-    ``shortlists``; None: all. ``hidden`` [n, hidden_size] are a head's outputs of that pass."""
+    shortlists; None: all. ``hidden`` [n, hidden_size] are a head's outputs of that pass."""
 
-    def __init__(self, model: SlotModel, text: list[int], shortlists: Shortlists | None) -> None:
-        self.text, self.length, self.device = text, len(text), model.device
+    def __init__(self, model: SlotModel, asked: Asked, base: int) -> None:
+        self.asked, self.model, self.device = asked, model, model.device
+        self.text, self.length, self.base = asked.text, len(asked.text), base
+        self.shortlists = asked.context.shortlists
+        self.lag = 0
+        """Tokens that the first pass reads."""
         self.ids: Tensor | None = None
         self.hidden = torch.zeros(0)
-        self.model, self._shortlists = model, shortlists
+        self.log_q: list[Tensor] = []
+        """Of each distribution, [vocab], where the rejection verifier reads it."""
+        self.last = torch.zeros(0)
+        """Under shortlists, the states of the nodes read last, [n, d]."""
         self._placed = 0
         self._mask: Tensor | None = None
-        self._last = torch.zeros(0)
-        """Under shortlists, the states of the nodes read last, [n, d]."""
 
     @abstractmethod
-    def root(self) -> Tensor:
-        """Float32 logits [1, vocab or size] after the text; reads what the draft has not read of
-        it."""
+    def root(self) -> PassTokens:
+        """What the draft has not read of the text."""
 
     @abstractmethod
-    def _read(
-        self, tokens: Tensor, parents: Tensor | None, at: Places, logits: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Float32 logits [logits (None: n), vocab] after n tokens, children of the nodes read last
-        in places ``parents`` (None: of the root), and the hidden states [n, hidden_size]."""
+    def fed(self, n: int, parents: Tensor | None) -> Tensor | None:
+        """The hidden states that a pass takes beside n tokens, children of the nodes read last in
+        places ``parents`` (None: of the root)."""
 
-    def level(self, tokens: Tensor, parents: Tensor | None, depth: int) -> Tensor:
-        """Float32 logits [n, vocab or size] after n tokens at ``depth``, children of the nodes that
-        pass depth - 1 read in these places (None: of the root)."""
-        at = self._place(len(tokens), parents, depth)
-        if self._shortlists is None:
-            return self._read(tokens, parents, at, None)[0]
-        states = self.model.state(self._read(tokens, parents, at, 0)[1])
-        support = self._shortlists.select(
-            depth,
-            tokens,
-            self._last.expand(len(tokens), -1) if parents is None else self._last[parents],
-        )
-        return self._listed(states, support)
+    @abstractmethod
+    def keep(self, states: Tensor, tokens: PassTokens, *, root: bool) -> None:
+        """Keeps what later passes need of the hidden states [n, hidden_size] of a pass."""
 
-    def _listed(self, states: Tensor, support: Support) -> Tensor:
-        """Logits [n, size] over a shortlist for the states [n, d] of a level."""
-        assert self._shortlists is not None
-        self._last, self.ids = states, support.ids
-        return self._shortlists.logits(states, support)
-
-    def _place(self, n: int, parents: Tensor | None, depth: int) -> Places:
-        """The next n slots behind the text; each node sees the text, its ancestors and itself."""
+    def level(self, tokens: Tensor, parents: Tensor | None, depth: int) -> PassTokens:
+        """n tokens at ``depth``, children of the nodes that pass depth - 1 read in these places
+        (None: of the root): the next n slots behind the text; each sees the text, its ancestors and
+        itself."""
+        n, device = len(tokens), self.device
         first = self.length + self._placed
-        slots = torch.arange(first, first + n, device=self.device)
-        mask = torch.zeros(n, first + n, dtype=torch.bool, device=self.device)
+        places = torch.arange(first, first + n, device=device)
+        mask = torch.zeros(n, first + n, dtype=torch.bool, device=device)
         if parents is None or self._mask is None:
             mask[:, self.model.first_slot : self.length] = True
         else:
             mask[:, : self._mask.shape[1]] = self._mask[parents]
-        mask[torch.arange(n, device=self.device), slots] = True
+        mask[torch.arange(n, device=device), places] = True
         self._mask = mask
         self._placed += n
-        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=self.device)
-        return positions, slots, mask
+        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=device)
+        slots, stop = places + self.base if self.base else places, self.base + first + n
+        fed = self.fed(n, parents)
+        return PassTokens(tokens, positions, slots, mask, stop, self.base, hidden=fed)
 
 
-def propose_tree(
-    reader: TreeReader, depth: int, limit: int, lag: int, context: DraftContext
-) -> Drafted:
-    """Grows a tree by a draft's passes, as the policy says."""
-    plan, sampling, log_q = context.plan, context.sampling, list[Tensor]()
-    if grows_on_device(reader.model, plan, rejects=context.rejects):
-        phase = tree_phase(plan, reader.model, sampling)
-        phase.begin(reader.length, depth, limit, sampling, context.noise)
-        logits = reader.root()
-        tree = phase.grow(logits, reader.hidden)
-    else:
-        rule = plan.rule(sampling)
-        source = ModelDistributions(rule, reader, context)
-        tree = grow(rule, depth, limit, source)
-        log_q = source.log_q[: len(tree.tokens)]
-    return Drafted(len(tree.tokens), tree.steps, lag, tree.tokens, tree, log_q)
+def propose_trees(readers: Sequence[TreeReader]) -> list[Drafted]:
+    """Grows a tree for each reader by passes over all of them, as their policies say. All are of
+    one model, and of one shortlist."""
+    first = readers[0]
+    context = first.asked.context
+    if grows_on_device(first.model, context.plan, rejects=context.rejects):
+        return [_grown_on_device(reader) for reader in readers]
+    rules = [r.asked.context.plan.rule(r.asked.context.sampling) for r in readers]
+    growths = [
+        growth(rule, reader.asked.depth, reader.asked.limit)
+        for rule, reader in zip(rules, readers, strict=True)
+    ]
+
+    def read(asked: dict[int, tuple[Growing, int]]) -> list[Codes]:
+        growing = [readers[n] for n in asked]
+        depth, rows = _read(growing, list(asked.values()))
+        return _codes(growing, [rules[n].reads for n in asked], depth + 1, rows)
+
+    trees = grow_together(growths, read)
+    return [
+        Drafted(len(tree.tokens), tree.steps, r.lag, tree.tokens, tree, r.log_q[: len(tree.tokens)])
+        for r, tree in zip(readers, trees, strict=True)
+    ]
+
+
+def _grown_on_device(reader: TreeReader) -> Drafted:
+    asked, context = reader.asked, reader.asked.context
+    phase = tree_phase(context.plan, reader.model, context.sampling)
+    phase.begin(reader.length, asked.depth, asked.limit, context.sampling, context.noise)
+    tokens = reader.root()
+    logits, states = reader.model.run_together([tokens], logits=1)
+    reader.keep(states, tokens, root=True)
+    tree = phase.grow(logits, reader.hidden)
+    return Drafted(len(tree.tokens), tree.steps, reader.lag, tree.tokens, tree)
+
+
+def _read(
+    readers: Sequence[TreeReader], asked: Sequence[tuple[Growing, int]]
+) -> tuple[int, list[Tensor]]:
+    """One pass over the nodes that the next level of each tree hangs from. Returns their depth (0:
+    the texts' ends) and by tree float32 logits [n, vocab or size]."""
+    first, passes, above = readers[0], list[PassTokens](), list[Tensor | None]()
+    model, shortlists, depth = first.model, first.shortlists, asked[0][0].depth
+    for reader, (growing, width) in zip(readers, asked, strict=True):
+        if not depth:
+            passes.append(reader.root())
+            continue
+        tree, parents = growing.tree, None
+        place = tree.place[depth, :width]
+        tokens = torch.from_numpy(tree.token[np.maximum(place, 0)]).to(reader.device)
+        if depth > 1:
+            parents = torch.from_numpy(tree.above[depth, :width]).to(reader.device)
+        above.append(parents)
+        passes.append(reader.level(tokens, parents, depth))
+    rows = 0 if shortlists is not None else None if depth else 1
+    recurrent = bool(depth and model.feature_size)
+    logits, states = model.run_together(passes, logits=rows, recurrent=recurrent)
+    sizes = [len(tokens.ids) for tokens in passes]
+    for reader, own, read in zip(readers, apart(states, sizes), passes, strict=True):
+        reader.keep(own, read, root=not depth)
+    if not depth:
+        sizes = [1] * len(passes)
+    if shortlists is None:
+        return depth, list(apart(logits, sizes))
+    if not depth:  # of each text its last token's
+        ends = np.cumsum([len(tokens.ids) for tokens in passes]) - 1
+        states = states[torch.from_numpy(ends).to(first.device)]
+    heads, previous = model.state(states), None
+    if shortlists.routed:  # one request alone
+        previous = first.last
+        if depth:
+            wide = above[0] is None
+            previous = previous.expand(sizes[0], -1) if wide else previous[above[0]]
+    tokens_read = passes[0].ids[-sizes[0] :]
+    support = shortlists.select(depth, tokens_read, previous if _is_state(previous) else None)
+    for reader, own in zip(readers, apart(heads, sizes), strict=True):
+        reader.last, reader.ids = own, support.ids
+    return depth, list(apart(shortlists.logits(heads, support), sizes))
+
+
+def _is_state(previous: Tensor | None) -> bool:
+    return previous is not None and len(previous) > 0
+
+
+def _codes(
+    readers: Sequence[TreeReader], reads: Sequence[object], depth: int, rows: list[Tensor]
+) -> list[Codes]:
+    """Codes of distributions whose children stand at ``depth``, by tree; those that are read alike
+    at once."""
+    groups = dict[object, list[int]]()
+    for n, reader in enumerate(readers):
+        context = reader.asked.context
+        if context.rejects:
+            reader.log_q.append(context.log_q(rows[n], reader.ids))
+        groups.setdefault((reads[n], law(context.sampling)), []).append(n)
+    found = dict[int, Codes]()
+    for members in groups.values():
+        first = readers[members[0]]
+        perturb: Perturb | None = None
+        some, context = [rows[n] for n in members], first.asked.context
+        logits = torch.cat(some) if len(some) > 1 else some[0]
+        if context.noise is not None and len(members) == 1:
+            perturb = partial(context.noise.add, positions=[first.length + depth - 1])
+        elif context.noise is not None:
+            perturb = _noise([readers[n] for n in members for _ in rows[n]], depth)
+        rule = context.plan.rule(context.sampling)
+        codes = codes_on_host(
+            best_children(logits, context.sampling, perturb, rule.reads, first.ids)
+        )
+        begin = 0
+        for n in members:
+            end = begin + len(rows[n])
+            found[n] = Codes(*(column[begin:end] for column in codes))
+            begin = end
+    return [found[n] for n in range(len(readers))]
+
+
+def _noise(readers: Sequence[TreeReader], depth: int) -> Perturb:
+    """Adds to each reader's row the noise of its request at ``depth`` behind its text."""
+    noise = ((r.asked.context.noise, r.length + depth - 1) for r in readers)
+    return NoiseRows([(one, at) for one, at in noise if one is not None]).add

@@ -21,7 +21,7 @@ from spectune.runtime.costs import MeasuredRound, RoundKind
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import ModelBackend
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, Round, StaticSource, decode_rounds
+from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Turn, decode_rounds
 from spectune.runtime.policies.c2t import STEP, beta_code, nats
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -41,6 +41,7 @@ from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.rules import ShortlistRule
 from spectune.runtime.profiling.regression import Prefill
+from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.traces.schema import Sampling
 
@@ -177,11 +178,15 @@ class Experiment:
         """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``
         too (empty: by none)."""
         plan, prompt = self._prefill_plans[draft], self.prompt(1, rows + 1)
+        turn = Turn(DecodeRequest("profile", prompt, Sampling(), 1, 2), Sessions())
         began = self.clock()
-        self.backend.begin(DecodeRequest("profile", prompt, Sampling(), 1, 2), plan)
+        self.backend.admit(turn, plan)
+        while not self.backend.read_prompt(turn):
+            pass
         if self.pair.device.type == "cuda":
             torch.cuda.synchronize()
         self.prefills.append(Prefill(draft, rows, self.clock() - began))
+        self.backend.release(turn)
 
     def prompt(self, budget: int, length: int = 0) -> list[int]:
         """The beginning of a text, of so many tokens, or up to a context that is served."""

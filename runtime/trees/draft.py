@@ -1,28 +1,22 @@
-"""Drafting trees with models: distributions come from a draft's passes, everything else from
+"""Drafting trees: distributions come from a draft's passes, everything else from
 :mod:`runtime.trees.grow`.
 
-:func:`grow` is the one driver of a tree, level by level: it asks a :class:`DistributionSource` for
-distributions and applies stop, early end and HeteroSpec's extension. A model's passes stand behind
-it when decoding, a recorded panorama in the oracle."""
+:func:`growth` is the one driver of a tree, level by level: it asks for distributions and applies
+stop, early end and HeteroSpec's extension. A model's passes stand behind it when decoding, for the
+trees of all requests at once, a recorded panorama in the oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from spectune.runtime.distributions import best_children, codes_on_host
 from spectune.runtime.policies.heterospec import bin_of
 from spectune.runtime.trees.grow import Codes, Growing, TreeRule, select
 from spectune.traces.schema import NO_BIN
-
-if TYPE_CHECKING:
-    from spectune.runtime.drafts.protocol import DraftContext
-    from spectune.runtime.drafts.tree_reader import TreeReader
 
 
 class DistributionSource(Protocol):
@@ -56,15 +50,48 @@ class GrownTree:
     bin: int = NO_BIN
 
 
+Growth = Generator[tuple[Growing, int], Codes, GrownTree]
+"""A tree while it grows: gives what has grown and how many nodes of the last frontier are read next
+(of no level: the text), takes their distributions, and returns the tree."""
+
+
 def grow(rule: TreeRule, depth: int, limit: int, source: DistributionSource) -> GrownTree:
     """Grows one tree of at most ``depth`` levels (the window's; HeteroSpec may extend it up to
     ``limit``) and selects its nodes."""
+
+    def read(asked: dict[int, tuple[Growing, int]]) -> list[Codes]:
+        growing, width = asked[0]
+        return [source.expand(growing, width) if growing.depth else source.root()]
+
+    return grow_together([growth(rule, depth, limit)], read)[0]
+
+
+def grow_together(
+    growths: Sequence[Growth], read: Callable[[dict[int, tuple[Growing, int]]], Sequence[Codes]]
+) -> list[GrownTree]:
+    """Grows trees level by level, all at once: ``read`` gives the distributions that each of those
+    that still grow asks for, by number."""
+    trees = dict[int, GrownTree]()
+    answers: list[tuple[int, Any]] = [(n, None) for n in range(len(growths))]
+    while answers:
+        asked = dict[int, tuple[Growing, int]]()
+        for n, codes in answers:
+            try:
+                asked[n] = growths[n].send(codes)
+            except StopIteration as grown:
+                trees[n] = grown.value
+        answers = list(zip(asked, read(asked), strict=True)) if asked else []
+    return [trees[n] for n in range(len(growths))]
+
+
+def growth(rule: TreeRule, depth: int, limit: int) -> Growth:
+    """:func:`grow`, for whoever reads the distributions."""
     growing = Growing(rule, min(limit, depth + rule.alpha) if rule.stratified else depth)
     grown = GrownTree()
     goal = min(depth, len(rule.static)) if rule.static else depth
     width = 1
     while growing.depth < goal:
-        codes = source.expand(growing, width) if growing.depth else source.root()
+        codes = yield growing, width
         grown.widths.append(width)
         growing.add(codes)
         width = growing.width
@@ -98,33 +125,3 @@ def ancestors(tree: GrownTree) -> npt.NDArray[np.bool_]:
         mask[begin + 1 : begin + width + 1] |= mask[parents[begin : begin + width]]
         begin += width
     return mask
-
-
-class ModelDistributions:
-    """Distributions from a draft's passes. ``log_q``: of each, [vocab], where the rejection
-    verifier reads it."""
-
-    def __init__(self, rule: TreeRule, reader: TreeReader, context: DraftContext) -> None:
-        self.rule, self.reader, self.context = rule, reader, context
-        self.log_q: list[torch.Tensor] = []
-        reader.ids = None  # no pass was made
-
-    def root(self) -> Codes:
-        return self._codes(self.reader.root(), 1)
-
-    def expand(self, growing: Growing, width: int) -> Codes:
-        tree, level, device = growing.tree, growing.depth, self.reader.device
-        place = tree.place[level, :width]
-        tokens = torch.from_numpy(tree.token[np.maximum(place, 0)]).to(device)
-        above = None if level == 1 else torch.from_numpy(tree.above[level, :width]).to(device)
-        return self._codes(self.reader.level(tokens, above, level), level + 1)
-
-    def _codes(self, logits: torch.Tensor, depth: int) -> Codes:
-        """Codes of distributions whose children stand at ``depth``."""
-        reader, context = self.reader, self.context
-        sampling, noise, perturb = context.sampling, context.noise, None
-        if noise is not None:
-            perturb = partial(noise.add, positions=[reader.length + depth - 1])
-        if context.rejects:
-            self.log_q.append(context.log_q(logits, reader.ids))
-        return codes_on_host(best_children(logits, sampling, perturb, self.rule.reads, reader.ids))
