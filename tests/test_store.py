@@ -355,7 +355,7 @@ def test_requests_are_found_by_when_they_were_stored(store: TraceStore, begun: R
     assert late.ended_at == start + timedelta(hours=3)
     keys = [key[:2] for key in store.request_keys([begun.id], since)]
     assert keys == [(begun.id, 3), (begun.id, 2)]
-    assert [*store.request_keys([begun.id], start, last=1)] == [(begun.id, 3, late.ended_at)]
+    assert [*store.request_keys([begun.id], start, last=1)] == [(begun.id, 3, late.ended_at, None)]
     assert store.traffic_since("nobody", start) == ()
     assert [r.id for r in store.list_recordings(PAIR, state="recording")] == [begun.id]
     profiled = store.create_recording(Asked(PAIR, None, GREEDY, 8, source=DESIGNED))

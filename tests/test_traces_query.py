@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from databases import opened
 from doors import Door
 from synthetic import flat_profile
+from test_report import FASTER
 from trace_values import (
     CATEGORIES,
     PAIR,
@@ -31,6 +32,7 @@ from spectune.db import NotFoundError
 from spectune.engines.engine import Answered
 from spectune.optimizer import schedule as schedules
 from spectune.optimizer.recording.on_engine import outcome_on
+from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.acceptance import keep_probability, step_survival, survival
@@ -480,10 +482,9 @@ def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> Non
     door = Door(url)
     assert "nothing is published, followed or scheduled yet" in door.call("status").stdout
     decoded(at(store, NOW - DAY), {POLICY_ID: 0.1}, n=2)
-    confirmed = {"ratio": 1.25, "interval": [1.1, 1.42], "level": 0.98, "requests": 9}
-    at(store, NOW).publish(
-        PAIR, "cpu", POLICY_ID, actor="tune", reason="faster", evidence={"confirmed": confirmed}
-    )
+    confirmed = Confirmation.of(POLICY_ID, (1.25, 1.1, 1.42), 9, 1)
+    evidence = FASTER.model_copy(update={"confirmed": confirmed}).to_json()
+    at(store, NOW).publish(PAIR, "cpu", POLICY_ID, actor="tune", reason="faster", evidence=evidence)
     (row,) = door.json("status")["deployments"]
     assert (row["version"], row["label"], row["since"]) == (1, "small", NOW.isoformat())
     assert row["confirmed"] == {"ratio": 1.25, "interval": [1.1, 1.42], "level": 0.98}

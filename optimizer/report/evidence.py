@@ -37,7 +37,7 @@ def put_evidence(
         for c in candidates
     }
     evidence = TuningEvidence(tuned=tuned, categories=categories, rounds=rounds, about=dict(about))
-    document = evidence.model_dump(mode="json")
+    document = evidence.to_json()
     store.put_artifact(EVIDENCE, document, pair_id=pair_id, provenance={"study": tuned.study})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -43,7 +44,12 @@ class Stored(BaseModel):
     """A value that is stored as JSON. Keys that it does not know are not read: properties are
     stored too, for SQL and programs."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready; a number that is not finite is None."""
+        document: dict[str, Any] = json.loads(self.model_dump_json())
+        return document
 
 
 class NamedPolicy(Stored):
@@ -76,7 +82,7 @@ class RacedPolicy(NamedPolicy):
     predicted_tokens_per_s: float | None
     predicted_after_factor_tokens_per_s: float | None
     measured_tokens_per_s: float
-    measured_interval: tuple[float, float]
+    measured_interval: Ends
     mean_accepted_length: float
     latency: dict[str, Any] | None
     ratio_to_incumbent: float
@@ -302,10 +308,6 @@ class Tuned(Stored):
     def deploys(self) -> bool:
         """Whether a policy is to take the incumbent's place."""
         return self.winner.id != self.incumbent.id
-
-    def to_json(self) -> dict[str, Any]:
-        """As ``tune --json`` prints it."""
-        return self.model_dump(mode="json")
 
 
 class RoundsOfOne(Stored):
