@@ -224,6 +224,8 @@ def decode_steps(
             while (request := queue.first()) is not None:
                 turn = Turn(request, sessions)
                 if not backend.admit(turn, source.current()):
+                    if not (reading or turns):
+                        raise RuntimeError("another loop that goes on holds the backend's room")
                     break
                 reading.append(turn)
                 queue.take()

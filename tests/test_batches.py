@@ -291,3 +291,14 @@ def test_an_abandoned_loop_gives_its_room_back(pair: LoadedPair, plans: list[Pla
     steps.close()
     again = [one for step in decoder.steps(Waiting(requests)) for one in step]
     assert {one.request.id for one in again if one.finish} == {"0", "1"}
+
+
+def test_a_loop_does_not_wait_for_another_that_goes_on(pair: LoadedPair, plans: list[Plan]) -> None:
+    decoder = Decoder(pair, StaticSource(plans[1]))
+    request = decoder.request(Request("r", ""), pair.encode(TEXTS[0]), SAMPLED, TOKENS)
+    going_on = decoder.rounds(request)
+    next(going_on)
+    with pytest.raises(RuntimeError, match="another loop"):
+        next(decoder.rounds(request))
+    going_on.close()  # type: ignore[attr-defined]
+    assert next(decoder.rounds(request)).tokens

@@ -153,4 +153,4 @@ class EagleReader(TreeReader):
             reading, head = self.asked.reading, self.draft.head
             reading.states.put(self.length - len(tokens.ids), states)
             before = reading.states.get(self.length - 2)
-            self.last = torch.zeros(0) if before is None else head.state(before)
+            self.last = None if before is None else head.state(before)

@@ -182,5 +182,4 @@ class LanguageModelReader(TreeReader):
             reading.nodes.append(states)
             return
         reading.states.put(self.length - len(tokens.ids), states)
-        before = reading.states.get(self.length - 2)
-        self.last = torch.zeros(0) if before is None else before
+        self.last = reading.states.get(self.length - 2)

@@ -37,8 +37,9 @@ class TreeReader(ABC):
         self.hidden = torch.zeros(0)
         self.log_q: list[Tensor] = []
         """Of each distribution, [vocab], where the rejection verifier reads it."""
-        self.last = torch.zeros(0)
-        """Under shortlists, the states of the nodes read last, [n, d]."""
+        self.last: Tensor | None = None
+        """Under shortlists, the states of the nodes read last, [n, d]; before the first pass that
+        of the token before the last, [1, d], where a router reads it and there is one."""
         self._placed = 0
         self._mask: Tensor | None = None
 
@@ -146,18 +147,13 @@ def _read(
     heads, previous = model.state(states), None
     if shortlists.routed:  # one request alone
         previous = first.last
-        if depth:
-            wide = above[0] is None
-            previous = previous.expand(sizes[0], -1) if wide else previous[above[0]]
-    tokens_read = passes[0].ids[-sizes[0] :]
-    support = shortlists.select(depth, tokens_read, previous if _is_state(previous) else None)
+        if depth and previous is not None:
+            parents = above[0]
+            previous = previous.expand(sizes[0], -1) if parents is None else previous[parents]
+    support = shortlists.select(depth, passes[0].ids[-sizes[0] :], previous)
     for reader, own in zip(readers, apart(heads, sizes), strict=True):
         reader.last, reader.ids = own, support.ids
     return depth, list(apart(shortlists.logits(heads, support), sizes))
-
-
-def _is_state(previous: Tensor | None) -> bool:
-    return previous is not None and len(previous) > 0
 
 
 def _codes(
