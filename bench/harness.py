@@ -37,6 +37,7 @@ CHECKS = {name: f"checks.{name}" for name in (*EXACT, *TIMED)}
 MEASUREMENTS = {
     "nulls": "checks.nulls",
     "speed": "checks.speed",
+    "batches": "checks.batches",
     "papers": "papers.replayed",
     "papers_executed": "papers.executed",
     "map": "map.cells",

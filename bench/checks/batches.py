@@ -1,7 +1,7 @@
 """Tokens/s of several requests at once beside one, and of one beside another checkout.
 
-    python bench/batches.py [--clients 8] [--tokens 48] [--repeats 9]
-    python bench/batches.py --against FOLDER
+    python bench/run.py batches [--clients 8] [--tokens 48] [--repeats 9]
+    python bench/run.py batches --against FOLDER
 
 ``FOLDER`` holds another checkout named ``spectune``; it decodes in a process of its own, in turns
 with this one, and both must give the same texts. Seconds are of the processor (other work on the
@@ -76,7 +76,7 @@ def at_once(decoder: Decoder, sampling: Sampling, tokens: int, count: int) -> De
     return seconds, list(texts.values()), len(rounds)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             beside_another(pair, options)
         else:
             beside_one(pair, options)
+    return 0
 
 
 def decoder_of(pair: LoadedPair, name: str, **more: Any) -> Decoder:
