@@ -17,7 +17,7 @@ from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
 from spectune.runtime.drafts.ngram import NgramDraft
-from spectune.runtime.drafts.protocol import Asked, Draft, DraftContext, Drafted
+from spectune.runtime.drafts.protocol import Draft, DraftContext, Drafted, DraftRequest
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import (
     DecodeRequest,
@@ -177,7 +177,7 @@ class ModelBackend:
 
     def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
         drafted: list[Drafted | None] = [None] * len(turns)
-        asked = dict[str, list[tuple[int, Asked]]]()
+        asked = dict[str, list[tuple[int, DraftRequest]]]()
         for n, turn in enumerate(turns):
             plan, seat = turn.plan, self._seats[turn]
             name, request = plan.policy.draft, seat.request
@@ -192,7 +192,7 @@ class ModelBackend:
                 target = self.pair.target
                 noise = Noise(request.seed, target.vocab_size, target.device, "draft", seat.rounds)
             context = DraftContext(plan, request.sampling, noise, plan.shortlists, request.rejects)
-            one = Asked(seat.readings[name], seat.text, turn.gamma, turn.limit, context)
+            one = DraftRequest(seat.readings[name], seat.text, turn.gamma, turn.limit, context)
             asked.setdefault(name, []).append((n, one))
         for name, some in asked.items():
             made = self._drafts[name].propose([one for _, one in some])

@@ -23,7 +23,7 @@ from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.drafts.eagle import Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
-from spectune.runtime.drafts.protocol import Asked, DraftContext
+from spectune.runtime.drafts.protocol import DraftContext, DraftRequest
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -153,7 +153,7 @@ def test_panorama_is_the_drafts_own_chain(pair: LoadedPair, record: Record) -> N
                 reading = draft.begin(0, Features(pair.target, 0, 0))
                 draft.catch_up(reading, prefix)
                 most = min(GAMMA_MAX, TOKENS - 1 - start)  # what the budget allows
-                asked = [Asked(reading, prefix, most, most, context)]
+                asked = [DraftRequest(reading, prefix, most, most, context)]
                 drafted = draft.propose(asked)[0].tokens if most else []
                 for j, token in enumerate(drafted):
                     agree, logp, entropy = backend._codes(start, j, True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.drafts.eagle_head import EagleHead
-from spectune.runtime.drafts.protocol import Asked, Drafted
+from spectune.runtime.drafts.protocol import Drafted, DraftRequest
 from spectune.runtime.drafts.tree_reader import TreeReader, propose_trees
 from spectune.runtime.models import CHUNK, CausalModel, ids_tensor
 from spectune.runtime.shortlists import RecentStates
@@ -107,7 +107,7 @@ class EagleDraft:
         """The target's features that the head reads beside the tokens up to ``end``."""
         return reading.features.rows[reading.read - 1 : end - 1, self.columns]
 
-    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         drafted = dict[int, Drafted]()
         groups = dict[int, list[int]]()
         for n, each in enumerate(asked):
@@ -133,7 +133,7 @@ class EagleDraft:
 class EagleReader(TreeReader):
     """A head's passes over one tree."""
 
-    def __init__(self, draft: EagleDraft, asked: Asked) -> None:
+    def __init__(self, draft: EagleDraft, asked: DraftRequest) -> None:
         super().__init__(draft.head, asked, asked.reading.base)
         self.draft, self.lag = draft, self.length - asked.reading.read
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.drafts.eagle import Features
-from spectune.runtime.drafts.protocol import LONG_LAG, Asked, Drafted
+from spectune.runtime.drafts.protocol import LONG_LAG, Drafted, DraftRequest
 from spectune.runtime.drafts.tree_reader import TreeReader, propose_trees
 from spectune.runtime.models import CausalModel, ids_tensor
 from spectune.runtime.sampling import sample_rows
@@ -49,7 +49,7 @@ class LanguageModelDraft:
         reading.read = len(text) - 1
         reading.states.put(reading.read - 1, last)
 
-    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         drafted = dict[int, Drafted]()
         # Passes are made together where they evaluate the same tokens.
         groups = dict[tuple[bool, int], list[int]]()
@@ -64,7 +64,7 @@ class LanguageModelDraft:
             drafted |= dict(zip(members, made, strict=True))
         return [drafted[n] for n in range(len(asked))]
 
-    def _read_again(self, asked: Asked) -> None:
+    def _read_again(self, asked: DraftRequest) -> None:
         """Rounds without a router do not keep states: where one is needed now, that token is read
         again."""
         reading, shortlists, length = asked.reading, asked.context.shortlists, len(asked.text)
@@ -73,7 +73,7 @@ class LanguageModelDraft:
         if reading.states.get(length - 2) is None:
             reading.read -= 1
 
-    def _grow(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def _grow(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         """Trees, and chains that a stop may end, which are grown as trees of width 1."""
         made = []
         grown = propose_trees([LanguageModelReader(self, each) for each in asked])
@@ -103,7 +103,7 @@ class LanguageModelDraft:
                 reading.states.put(length, torch.cat(reading.nodes)[places[:read]])
         reading.read = length + read
 
-    def pending(self, asked: Asked) -> PassTokens:
+    def pending(self, asked: DraftRequest) -> PassTokens:
         """The tokens that the pass for the first proposal reads; a long lag is read apart first."""
         reading, text = asked.reading, asked.text
         if len(text) - reading.read > LONG_LAG:
@@ -111,7 +111,7 @@ class LanguageModelDraft:
         ids = ids_tensor(text[reading.read :], self.model.device)
         return self.model.following(ids, reading.read, base=reading.base)
 
-    def _propose_chains(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def _propose_chains(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         """Chains that no stop ends: no token is looked at on the host before the end, which
         measured 5 to 9% faster than growing a tree of width 1. All are of one shortlist."""
         lags = [len(each.text) - each.reading.read for each in asked]
@@ -163,7 +163,7 @@ class LanguageModelDraft:
 class LanguageModelReader(TreeReader):
     """A language model's passes over one tree."""
 
-    def __init__(self, draft: LanguageModelDraft, asked: Asked) -> None:
+    def __init__(self, draft: LanguageModelDraft, asked: DraftRequest) -> None:
         super().__init__(draft.model, asked, asked.reading.base)
         self.draft, self.lag = draft, self.length - asked.reading.read
         asked.reading.nodes = []

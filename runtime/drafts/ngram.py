@@ -7,7 +7,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from spectune.runtime.drafts.protocol import Asked, Drafted
+from spectune.runtime.drafts.protocol import Drafted, DraftRequest
 
 if TYPE_CHECKING:
     from spectune.runtime.drafts.eagle import Features
@@ -72,7 +72,7 @@ class NgramDraft:
         reading.index.extend(text[len(reading.index.tokens) :])
         reading.read = len(text) - 1
 
-    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         proposals = []
         for each in asked:
             reading, text = each.reading, each.text

@@ -73,7 +73,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DraftRequest:
     """What a draft is asked for one request: at most ``depth`` >= 1 levels after ``text`` (token
     ids, prompt included); HeteroSpec may go on up to ``limit``, a stop may end it earlier.
     ``reading`` is what :meth:`Draft.begin` gave."""
@@ -99,7 +99,7 @@ class Draft(Protocol):
     def catch_up(self, reading: Any, text: list[int]) -> None:
         """Reads a text but for its last token, from where the reading ends."""
 
-    def propose(self, asked: Sequence[Asked]) -> list[Drafted]:
+    def propose(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         """What it drafts for each request, in passes over all of them."""
 
     def commit(self, reading: Any, length: int, drafted: Drafted, path: list[int]) -> None:

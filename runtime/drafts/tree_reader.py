@@ -14,7 +14,7 @@ from torch import Tensor
 from spectune.runtime.cache import PassTokens, apart
 from spectune.runtime.distributions import Perturb, best_children, codes_on_host
 from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
-from spectune.runtime.drafts.protocol import Asked, Drafted
+from spectune.runtime.drafts.protocol import Drafted, DraftRequest
 from spectune.runtime.models import SlotModel
 from spectune.runtime.sampling import NoiseRows, law
 from spectune.runtime.trees.draft import grow_together, growth
@@ -27,7 +27,7 @@ class TreeReader(ABC):
     ``ids`` are the tokens that the last pass's logits are of, int64 [size], where there are
     shortlists; None: all. ``hidden`` [n, hidden_size] are a head's outputs of that pass."""
 
-    def __init__(self, model: SlotModel, asked: Asked, base: int) -> None:
+    def __init__(self, model: SlotModel, asked: DraftRequest, base: int) -> None:
         self.asked, self.model, self.device = asked, model, model.device
         self.text, self.length, self.base = asked.text, len(asked.text), base
         self.shortlists = asked.context.shortlists
