@@ -737,11 +737,11 @@ def test_a_server_that_restarts_is_waited_for(server: Server, agent: Agent) -> N
             eventually(lambda: any("trying again" in line for line in told))
             server.start()
             eventually(lambda: one.totals.requests == 30)
+            eventually(lambda: "requests: it works again" in told)
         finally:
             stop.set()
             thread.join(PATIENCE_S)
         assert sorted(request_ids(store)) == sorted(f"r{n}" for n in range(30))
-        eventually(lambda: "requests: it works again" in told)
 
 
 def test_what_is_wrong_is_one_line(door: Door, agent: Agent, tmp_path: Path) -> None:
