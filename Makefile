@@ -34,7 +34,7 @@ tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pai
 	$(RUN) cli.py tune --pair demo --limit 48 --max-new-tokens 64 $(ARGS)
 
 # Three processes for two cores: many tests wait, for a server, a lease, a process.
-test: $(VENV)/.installed-dev ## The tests (about 8 minutes on two idle cores)
+test: $(VENV)/.installed-dev ## The tests (about 7 minutes on two idle cores)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
 
 # By itself vLLM binds every engine to the same core.
