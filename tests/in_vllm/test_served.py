@@ -25,6 +25,7 @@ from spectune.engines.engine import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.prompt_lookup import LEAST
 from spectune.engines.vllm.prompt_lookup import MOST as LONGEST
+from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.engine_profile import Design, serve_design, step_table
@@ -227,6 +228,7 @@ def test_a_design_that_it_served_says_what_its_steps_cost(
 @only_small
 def test_a_server_that_runs_is_tuned_end_to_end(server: OwnServer, tmp_path: Path) -> None:
     """Recorded, raced and confirmed over HTTP; what is published is in force at the end."""
+    RunningServer.close(server)  # who tried policies in it lets go; it goes on
     door = Door(str(tmp_path / "tuned.db"))
     where = ("--url", server.url, "--folder", server.folder, "--pair", "demo")
     where += ("--workload", "demo")
