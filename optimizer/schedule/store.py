@@ -91,10 +91,8 @@ def add_schedule(
     a time that cannot be read."""
     check_name(name, "schedule", ScheduleError)
     with database.write() as session:
-        now = now or database.now(session)
-        first = next_slot(cron, tz, now)
         row = Schedule(name=name, cron=cron, tz=tz, settings=dict(settings))
-        row.next_at = now if at_once else first
+        row.next_at = _first_slot(cron, tz, now or database.now(session), at_once)
         session.add(row)
         try:
             session.flush()
@@ -113,17 +111,21 @@ def edit_schedule(
     *,
     tz: str = "UTC",
     at_once: bool = False,
-    now: datetime | None = None,
 ) -> Schedule:
     """Gives a schedule another time and other settings, as :func:`add_schedule` takes them; its
     history stays, and a run at hand goes on as it began. Raises ScheduleError for an unknown name,
     and for a time that cannot be read."""
     with database.write() as session:
-        row, now = _get(session, name), now or database.now(session)
-        first = next_slot(cron, tz, now)
+        row = _get(session, name)
         row.cron, row.tz, row.settings = cron, tz, dict(settings)
-        row.next_at = now if at_once else first
+        row.next_at = _first_slot(cron, tz, database.now(session), at_once)
         return row
+
+
+def _first_slot(cron: str, tz: str, now: datetime, at_once: bool) -> datetime:
+    """The first slot after ``now``, or ``now`` itself; a time that cannot be read is refused."""
+    first = next_slot(cron, tz, now)
+    return now if at_once else first
 
 
 def make_due(database: Database, name: str) -> None:
