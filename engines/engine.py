@@ -22,12 +22,15 @@ from spectune.traces.tables import Trajectory
 @dataclass(frozen=True)
 class Prompt:
     """A request to execute: its id, unique in the execution, its category, its token ids, and the
-    most new tokens where it asks for fewer than others."""
+    most new tokens where it asks for fewer than others. ``seeded_as``: the id of the request whose
+    text it is to have above temperature 0, where that is another; an engine that draws its own
+    noise does not read it."""
 
     id: str
     category: str
     ids: tuple[int, ...]
     max_new_tokens: int | None = None
+    seeded_as: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ for :func:`round_seconds`, which replay and windows that weigh costs call."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +27,9 @@ BUCKET: Final = 32
 LAG_LIMIT: Final = 64
 """Longest lag with a table entry; longer ones cost by the table's last slope."""
 ONE_ROW: Final = np.ones(1)
+FURTHER_TARGET: Final = "further target"
+FURTHER_ROUND: Final = "further round"
+"""What each request beyond one takes of the target's pass, and of a step beside its phases."""
 LEAST: Final = 1e-9
 """Seconds that a round counts at least where a window weighs them."""
 
@@ -35,7 +37,8 @@ LEAST: Final = 1e-9
 class RoundTerms(NamedTuple):
     """Names of terms: ``once`` (passes) a round that drafts; ``per_pass`` (rows, context) of the
     draft, and ``head`` (rows: tokens evaluated); ``verification`` (rows, context); ``per_token``
-    (context) emitted; ``rest``, constants, a round beside its phases."""
+    (context) emitted; ``rest``, constants, a round beside its phases; ``further_pass``
+    (batch) a draft's pass, by the requests beyond one."""
 
     once: tuple[str, ...]
     per_pass: tuple[str, ...]
@@ -43,6 +46,7 @@ class RoundTerms(NamedTuple):
     verification: tuple[str, ...]
     per_token: tuple[str, ...]
     rest: tuple[str, ...]
+    further_pass: str = ""
 
 
 class RoundKind(NamedTuple):
@@ -93,6 +97,7 @@ class RoundKind(NamedTuple):
             ),
             per_token=("noise",) * self.sampled,
             rest=("round", *[f"tree round/{draft}"] * tree),
+            further_pass=f"further pass/{draft}",
         )
 
 
@@ -123,16 +128,48 @@ class MeasuredRound(NamedTuple):
     head: int = 0
 
 
-def round_shares(r: MeasuredRound) -> tuple[list[Share], list[Share], list[Share]]:
-    """What drafting, verification and the rest of a round consist of."""
-    terms, share = r.kind.terms, partial(Share, context=r.context)
-    drafting = [share(term, passes=len(r.rows)) for term in terms.once if r.rows]
-    drafting += [share(term, rows=rows) for rows in r.rows for term in terms.per_pass]
-    if r.head:
-        drafting.append(share(terms.head, len(r.rows), rows=r.head))
-    verification = [share(term, rows=r.drafted + 1) for term in terms.verification]
-    verification += [share(term, r.emitted) for term in terms.per_token]
-    return drafting, verification, [share(term) for term in terms.rest]
+MeasuredStep = Sequence[MeasuredRound]
+"""The rounds of the requests of a step, under one policy; their seconds are the step's."""
+
+
+def step_shares(step: MeasuredStep) -> tuple[list[Share], list[Share], list[Share]]:
+    """What drafting, verification and the rest of a step consist of.
+
+    The models read the rows of all requests in one pass, and the terms of a pass are charged at
+    their sum, beside the sum of their contexts. What each further request takes beside its rows are
+    terms of their own, over the number of further requests (``batch``): a step of one has none."""
+    kinds = [r.kind.terms for r in step]
+    members = [*zip(step, kinds, strict=True)]
+
+    def over(part: str, rows: Sequence[int]) -> list[Share]:
+        """The terms of a part of the kinds, at the sums of the requests that have each."""
+        shares = []
+        for term in dict.fromkeys(term for terms in kinds for term in getattr(terms, part)):
+            own = [n for n, terms in enumerate(kinds) if term in getattr(terms, part) and rows[n]]
+            if own:
+                context = sum(step[n].context for n in own)
+                shares.append(Share(term, rows=sum(rows[n] for n in own), context=context))
+        return shares
+
+    def further(term: str, requests: int) -> list[Share]:
+        return [Share(term, batch=requests - 1)] if requests > 1 else []
+
+    drafting, drafted = [], [(r, terms) for r, terms in members if r.rows]
+    if drafted:
+        (first, terms), passes = drafted[0], max(len(r.rows) for r, _ in drafted)
+        drafting = [Share(term, passes=passes) for term in terms.once]
+        for level in range(passes):
+            rows = [r.rows[level] if level < len(r.rows) else 0 for r in step]
+            drafting += over("per_pass", rows)
+            drafting += further(terms.further_pass, np.count_nonzero(rows))
+        if first.head:
+            drafting.append(Share(terms.head, passes, rows=first.head))
+    verification = over("verification", [r.drafted + 1 for r in step])
+    emitted = sum(r.emitted for r, terms in members if terms.per_token)
+    verification += [Share(term, emitted) for term in ("noise",) if emitted]
+    verification += further(FURTHER_TARGET, len(step))
+    rest = [Share(term) for term in dict.fromkeys(t for terms in kinds for t in terms.rest)]
+    return drafting, verification, rest + further(FURTHER_ROUND, len(step))
 
 
 def by_term(loads: Iterable[Sequence[Share]]) -> dict[str, FloatArray]:
@@ -145,10 +182,10 @@ def by_term(loads: Iterable[Sequence[Share]]) -> dict[str, FloatArray]:
     return {term: np.array(rows).T for term, rows in shares.items()}
 
 
-def predicted_seconds(profile: LatencyProfile, rounds: Iterable[MeasuredRound]) -> FloatArray:
-    """(drafting, verification, whole round) of rounds by a profile, in seconds, float64 [rounds,
+def predicted_seconds(profile: LatencyProfile, steps: Iterable[MeasuredStep]) -> FloatArray:
+    """(drafting, verification, whole step) of steps by a profile, in seconds, float64 [steps,
     3]."""
-    loads = [load for r in rounds for load in round_shares(r)]
+    loads = [load for step in steps for load in step_shares(step)]
     seconds = np.zeros(len(loads))
     for term, (i, times, *places) in by_term(loads).items():
         at = dict(zip(AXES, places, strict=True))

@@ -509,13 +509,13 @@ class _Together:
 def check_together(plan: Plan) -> None:
     """Raises PolicyError for a policy that serves one request at a time: one that learns from
     request to request, reads its own router, or chooses by prompt."""
-    problem = ""
-    if plan.window.carries:
-        problem = f"window {plan.policy.window.kind} learns from one request to the next"
-    elif plan.shortlist is not None and plan.shortlist.routed:
-        problem = f"shortlist {plan.policy.shortlist.kind} is routed by one request's states"
-    elif plan.chooser is not None:
-        problem = "a draft for each prompt is chosen by its prefill"
+    problem = "a draft for each prompt is chosen by its prefill" if plan.chooser else ""
+    for each in plan.plans:
+        if each.window.carries:
+            problem = f"window {each.policy.window.kind} learns from one request to the next"
+        elif each.shortlist is not None and each.shortlist.routed:
+            kind = each.policy.shortlist.kind
+            problem = f"shortlist {kind} is routed by one request's states"
     if problem:
         raise PolicyError(f"{problem}; it decodes one request at a time")
 
@@ -561,7 +561,7 @@ def prepare_for(
     thread than decoding does. Raises PolicyError as ``prepare``, and for a router of another head.
     """
     plan = prepare(policy, pair.draft_names, profile=profile, version=version, artifacts=artifacts)
-    if plan.chooser is None:
+    if not plan.candidates:
         return _aside(pair, plan)
     return replace(plan, candidates=tuple(_aside(pair, each) for each in plan.candidates))
 

@@ -212,7 +212,8 @@ def decode_steps(
     clock: Callable[[], float] = time.perf_counter,
     sessions: Sessions | None = None,
 ) -> Iterator[list[Round]]:
-    """Decodes requests step by step, one round of each that runs a step.
+    """Decodes requests step by step, one round of each that runs a step, under the policy in force
+    for so many.
 
     Each step: admit what there is room for, read a chunk of the first prompt, ask each window for
     gamma, draft, verify, cut at EOS or a stop string, tell the windows. Seconds of a round are
@@ -223,7 +224,8 @@ def decode_steps(
         while reading or turns or queue.wait():
             while (request := queue.first()) is not None:
                 turn = Turn(request, sessions)
-                if not backend.admit(turn, source.current()):
+                running = len(reading) + len(turns) + 1
+                if not backend.admit(turn, source.current().at(running)):
                     if not (reading or turns):
                         raise RuntimeError("another loop that goes on holds the backend's room")
                     break
@@ -233,7 +235,7 @@ def decode_steps(
                 turns.append(reading.popleft())
             if not turns:
                 continue
-            began, plan = clock(), source.current()
+            began, plan = clock(), source.current().at(len(turns))
             for turn in turns:
                 turn.open(plan)
             for turn, drafted in zip(turns, backend.draft(turns), strict=True):

@@ -24,7 +24,7 @@ from spectune.runtime.costs import (
     predicted_seconds,
     round_costs,
     round_seconds,
-    round_shares,
+    step_shares,
     window_costs,
 )
 from spectune.runtime.policies.document import parse_policy
@@ -64,7 +64,7 @@ def literal(profile: LatencyProfile, r: MeasuredRound) -> list[float]:
             n * float(profile.seconds(name, rows=rows, context=context, passes=p))
             for name, n, rows, _, p, _ in shares
         )
-        for shares in round_shares(r)
+        for shares in step_shares((r,))
     )
     return [draft_s, verify_s, draft_s + verify_s + rest_s]
 
@@ -84,7 +84,7 @@ def test_a_round_costs_the_sum_of_its_terms(
     tabulated = round_seconds(costs, kind.sampled, context, 0, lag, len(rows), drafted, 2)
     np.testing.assert_allclose(tabulated, literal(PROFILE, measured), rtol=1e-12)
     if context == MIDDLE:
-        predicted = predicted_seconds(PROFILE, [measured] * 2)
+        predicted = predicted_seconds(PROFILE, [(measured,)] * 2)
         np.testing.assert_allclose(predicted, [literal(PROFILE, measured)] * 2, rtol=5e-3)
 
 
@@ -146,7 +146,7 @@ def test_a_windows_costs_add_up_to_rounds(policy: dict[str, object]) -> None:
     drafted = 8 if parsed.is_tree else gamma
     kind = RoundKind.of(parsed, tree=tree)
     r = MeasuredRound(kind, int(PROFILE.usual_context), tuple(rows), drafted, 0, 0.0, 0.0, 0.0, 96)
-    expected = predicted_seconds(PROFILE, [r])[0, 2]
+    expected = predicted_seconds(PROFILE, [(r,)])[0, 2]
     assert costs[gamma] == pytest.approx(expected, rel=5e-3)  # the context is its bucket's middle
     assert len(costs) == gamma + 1
 

@@ -61,7 +61,7 @@ def drawn_rounds(
             rows, drafted = (int(rng.choice([1, 2, 4])), *[width] * (gamma - 1)), gamma * width
         context = int(rng.integers(32, 512))
         rounds.append(MeasuredRound(kind, context, rows, drafted, 2, 0.0, 0.0, 0.0))
-    seconds = predicted_seconds(TRUE, rounds) * rng.normal(1.0, noise, (count, 3))
+    seconds = predicted_seconds(TRUE, [(r,) for r in rounds]) * rng.normal(1.0, noise, (count, 3))
     seconds *= np.where(rng.random((count, 1)) < slow, 3.0, 1.0)
     return [
         r._replace(draft_s=d, verify_s=v, round_s=d + v + 1e-4 * rng.normal(1.0, noise))
@@ -71,8 +71,9 @@ def drawn_rounds(
 
 def fitted_to(rounds: list[MeasuredRound]) -> LatencyProfile:
     prefills = [Prefill("", n, 5e-3 + 9e-5 * (n - 8)) for n in (8, 64, 300)] * 3
-    shapes = shapes_of(["near"], (32, 272, 512), rounds, prefills)
-    return fit_profile(LatencyProfile("p", "cpu", "float32", {}), shapes, rounds, prefills)
+    steps = [(r,) for r in rounds]
+    shapes = shapes_of(["near"], (32, 272, 512), steps, prefills)
+    return fit_profile(LatencyProfile("p", "cpu", "float32", {}), shapes, steps, prefills)
 
 
 def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
@@ -81,7 +82,8 @@ def test_the_fit_recovers_rounds_through_noise_and_slow_moments() -> None:
     profile = fitted_to(drawn_rounds(1200, 0))
     assert all(s >= 0 for table in profile.terms.values() for s in table.seconds)
     fresh = drawn_rounds(300, 1)
-    apart = predicted_seconds(profile, fresh)[:, 2] / predicted_seconds(TRUE, fresh)[:, 2] - 1
+    steps = [(r,) for r in fresh]
+    apart = predicted_seconds(profile, steps)[:, 2] / predicted_seconds(TRUE, steps)[:, 2] - 1
     assert np.median(np.abs(apart)) < 0.015
     assert np.quantile(np.abs(apart), 0.9) < 0.04
     assert abs(np.median(apart)) < 0.01

@@ -67,10 +67,10 @@ class Costs:
 
     @property
     def usual_context(self) -> float:
-        """The context at which a window that wants one number per gamma reads costs: the middle
-        knot of the target's."""
-        contexts = self.terms["target"].knots[-1]
-        return contexts[len(contexts) // 2]
+        """The context at which a window that wants one number per gamma reads costs: the middle one
+        of those that were measured."""
+        contexts = self.environment.get("contexts") or self.terms["target"].knots[-1]
+        return float(contexts[len(contexts) // 2])
 
     def checks(self, *, trees: bool) -> list[Mapping[str, Any]]:
         """The check of chains, and with ``trees`` theirs."""

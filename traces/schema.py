@@ -256,8 +256,8 @@ class Step(NamedTuple):
     @property
     def reads_prompt(self) -> bool:
         """Whether an engine read the prompt in it, which yields the first token. The native decoder
-        reads prompts apart from rounds."""
-        return self.start == 0 and self.drafted == 0 and self.ended_s > 0
+        reads prompts apart from rounds, and notes what verification took."""
+        return self.start == 0 and self.drafted == 0 and self.ended_s > 0 and self.verify_s == 0
 
     @property
     def own_s(self) -> float:

@@ -116,6 +116,16 @@ def add_round(
     )
 
 
+@compiled(inline=True)
+def chain_round(word: int, gamma: int, left: int) -> tuple[int, int, int, int]:
+    """What a chain does whose start's packed outcome is ``word`` and whose window is ``gamma``,
+    ``left`` tokens before the end of the text: (drafted, passes, accepted, emitted)."""
+    drafted, passes = min(gamma, (word >> 8) & 255), min(gamma, (word >> 16) & 255)
+    accepted = min(word & 255, drafted)
+    emitted = min(accepted + 1, left)
+    return drafted, passes, min(accepted, emitted), emitted
+
+
 @compiled()
 def replay_chains(
     window: CompiledWindow,
@@ -138,12 +148,9 @@ def replay_chains(
         while start < length:
             word = int(words[begin + start])
             gamma = max(0, min(int(state.gamma[0]), budget - start - 1))
-            drafted, passes = min(gamma, (word >> 8) & 255), min(gamma, (word >> 16) & 255)
-            accepted = min(word & 255, drafted)
+            drafted, passes, accepted, emitted = chain_round(word, gamma, length - start)
             if 0 < texts.up_to < longest:  # dummies
-                drafted, passes, accepted = gamma, 0, 0
-            emitted = min(accepted + 1, length - start)
-            accepted = min(accepted, emitted)
+                drafted, passes, accepted, emitted = gamma, 0, 0, 1
             longest = context + start + 1 + drafted  # of this step, which drafts for the next
             seconds = round_seconds(
                 costs, sampled, context + start, begin + start, lag, passes, drafted, emitted

@@ -20,7 +20,7 @@ from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace, together
 from spectune.optimizer.replay.trees import TreeLimits, replay_trees
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import stored_chooser
-from spectune.runtime.policies.document import FullShortlist, Policy, PromptPolicy
+from spectune.runtime.policies.document import FullShortlist, LoadPolicy, Policy, PromptPolicy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.policies.windows import WindowState, init_state
 from spectune.traces.errors import TraceError
@@ -41,7 +41,8 @@ def run_replay(
     seconds are the profile's, or 0 without one. Releases the GIL while it runs.
 
     ``state`` goes on from an earlier session's (it is copied); by default the policy's window
-    starts anew, and those of a choice by prompt always do. ``artifacts`` finds what the policy
+    starts anew, and those of a choice by prompt always do. Of a table by load this is the entry of
+    one request. ``artifacts`` finds what the policy
     names that was fitted. Distributions that a tree lacks are read, level by level, by the trace's
     reader; without one they raise TraceError. If ``approximate``, nothing is read: such nodes have
     no children, and ``Replay.missing`` counts the rounds. A shortlist that was not recorded is
@@ -50,6 +51,10 @@ def run_replay(
     Raises TraceError if the recording or the profile does not hold what the policy needs,
     PolicyError if the policy needs costs and there is no profile.
     """
+    if isinstance(policy, LoadPolicy):
+        options = {"per_round": per_round, "approximate": approximate, "state": state}
+        alone = run_replay(trace, policy.at(1), profile, artifacts=artifacts, **options)
+        return replace(alone, policy=policy)
     if isinstance(policy, PromptPolicy):
         chosen = {"per_round": per_round, "approximate": approximate}
         return _run_chosen(trace, policy, profile, artifacts, **chosen)

@@ -217,6 +217,11 @@ class ReplayTrace:
             raise _unrecorded(policy.recorded_draft, self.panoramas)
         return name
 
+    def remember(self, key: Hashable, make: Callable[[], Table]) -> Table:
+        """What ``make`` returned for the requests replayed under this key, as long as it is among
+        what was used last."""
+        return self._memo.get((key, self.order.tobytes()), make)
+
     def outcomes(self, policy: Policy, stop: CompiledStop) -> Words:
         """:func:`optimizer.replay.chain_tables.tabulate` for a policy's draft and stop,
         remembered. Raises TraceError if too little was recorded."""

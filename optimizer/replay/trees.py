@@ -75,6 +75,46 @@ def _levels(target: int, stop: int, end: int, keep_last: bool) -> tuple[int, int
     return target, target
 
 
+@compiled(inline=True)
+def tree_round(
+    growth: GrowthTable, stop: int, limits: TreeLimits, s: int, gamma: int, limit: int, left: int
+) -> tuple[int, int, int, int, int, int]:
+    """What a tree does that grows from start ``s`` under a window of ``gamma`` levels, which
+    HeteroSpec may extend up to ``limit``, and whose stop triggers at level ``stop``, ``left``
+    tokens before the end of the text: (levels, passes, drafted, accepted, emitted, bin)."""
+    levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
+    if gamma > 0:
+        end, target = int(growth.end[s]), min(gamma, limits.static)
+        levels, passes = _levels(target, stop, end, limits.keep_last)
+        if limits.stratified and target == gamma and min(stop, end) > target:
+            phi, extra = int(growth.phi[s, gamma - 1]), 0
+            bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
+            if bin_ < limits.low:
+                keep, extra = limits.low_top_n[bin_], max(0, limits.alpha - bin_)
+            levels, passes = _levels(min(limit, gamma + extra), stop, end, limits.keep_last)
+    accepted, drafted = 0, 0
+    if levels > 0:
+        at = min(levels, growth.rank.shape[1]) - 1
+        drafted = min(int(growth.pool[s, at]), keep)
+        while (
+            accepted <= at
+            and int(growth.rank[s, at, accepted]) != ABSENT
+            and int(growth.rank[s, at, accepted]) < keep
+        ):
+            accepted += 1
+    emitted = min(accepted + 1, left)
+    return levels, passes, drafted, min(accepted, emitted), emitted, bin_
+
+
+@compiled(inline=True)
+def tokens_read(growth: GrowthTable, s: int, accepted: int, passes: int) -> int:
+    """How many of the accepted tokens the passes of a tree from start ``s`` have read."""
+    reads = 0
+    while reads < min(accepted, passes - 1) and growth.read[s, reads]:
+        reads += 1
+    return reads
+
+
 @compiled()
 def replay_trees(
     window: CompiledWindow,
@@ -90,7 +130,7 @@ def replay_trees(
     """Replays every request of ``texts.order``; adds to ``sums`` in place and returns how many
     rounds were written. ``stops`` uint8 [positions]: the level at which the stop triggers;
     ``cached_from``: :func:`optimizer.replay.chain_tables.cached_from`."""
-    used, deepest = 0, growth.rank.shape[1]
+    used = 0
     for i in range(len(texts.order)):
         r = texts.order[i]
         begin, sampled = texts.offsets[r], texts.sampled[r]
@@ -102,32 +142,11 @@ def replay_trees(
         while start < length:
             s, limit = begin + start, budget - start - 1
             gamma = max(0, min(int(state.gamma[0]), limit)) if lag > 0 else 0
-            levels, passes, bin_, keep = 0, 0, NO_BIN, limits.top_n
-            if gamma > 0:
-                stop, end, target = int(stops[s]), int(growth.end[s]), min(gamma, limits.static)
-                levels, passes = _levels(target, stop, end, limits.keep_last)
-                if limits.stratified and target == gamma and min(stop, end) > target:
-                    phi, extra = int(growth.phi[s, gamma - 1]), 0
-                    bin_ = bin_of(phi, gamma, limits.thresholds, limits.fitted_depth)
-                    if bin_ < limits.low:
-                        keep, extra = limits.low_top_n[bin_], max(0, limits.alpha - bin_)
-                    levels, passes = _levels(min(limit, gamma + extra), stop, end, limits.keep_last)
-            accepted, drafted, reads = 0, 0, 0
-            if levels > 0:
-                at = min(levels, deepest) - 1
-                drafted = min(int(growth.pool[s, at]), keep)
-                while (
-                    accepted <= at
-                    and int(growth.rank[s, at, accepted]) != ABSENT
-                    and int(growth.rank[s, at, accepted]) < keep
-                ):
-                    accepted += 1
+            levels, passes, drafted, accepted, emitted, bin_ = tree_round(
+                growth, int(stops[s]), limits, s, gamma, limit, length - start
+            )
             if passes > growth.missing[s] - 1 and growth.missing[s] != NEVER:
                 sums.counts[i, 6] += 1
-            emitted = min(accepted + 1, length - start)
-            accepted = min(accepted, emitted)
-            while reads < min(accepted, passes - 1) and growth.read[s, reads]:
-                reads += 1
             cached = 1 if cached_from[s] < accepted else 0
             seconds = round_seconds(
                 costs, sampled, context + start, s, lag, passes, drafted, emitted
@@ -136,7 +155,8 @@ def replay_trees(
             round_ = ReplayedRound(start, drafted, accepted, emitted, passes, lag, levels, bin_)
             used, total = add_round(sums, used, i, round_, seconds, total)
             if passes > 0:
-                lag = emitted if limits.rereads else emitted - reads
+                reads = 0 if limits.rereads else tokens_read(growth, s, accepted, passes)
+                lag = emitted - reads
             else:
                 lag += emitted
             start += emitted

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Final, Union, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from spectune.runtime.policies.blocks import (
     EXPANDED_LIMIT,
@@ -19,6 +19,7 @@ from spectune.runtime.policies.blocks import (
     POOL_LIMIT,
     WIDTH_LIMIT,
     Artifact,
+    BatchSize,
     Block,
     ByLoadWindow,
     ChainGrowth,
@@ -48,7 +49,7 @@ __all__ = [  # the blocks come with the document
     "NODE_LIMIT", "POOL_LIMIT", "WIDTH_LIMIT", "AnalyticWindow", "ByLoadWindow", "ByPrompt",
     "CacheFsmWindow", "ChainGrowth", "ClassifierGrowth", "ClustersShortlist", "EntropyStop",
     "FixedWindow", "FrequencyShortlist", "FsmWindow", "FullShortlist", "Growth",
-    "HeuristicWindow", "JointProbStop", "MaxProbStop", "NoStop", "Policy",
+    "HeuristicWindow", "JointProbStop", "LoadPolicy", "MaxProbStop", "NoStop", "Policy",
     "PositionFrequencyShortlist", "PromptPolicy", "QLearningWindow", "Select", "Shortlist",
     "StaticGrowth", "Stop", "Stratify", "TopKGrowth", "Window", "differences", "parse_policy",
 ]  # fmt: skip
@@ -284,6 +285,73 @@ class PromptPolicy(Policy):
         return f"by_prompt({', '.join(policy.draft for policy in self.candidates)})"
 
 
+class LoadPolicy(Policy):
+    """A table from the number of running requests to a whole policy, as ``{"by_load": {"1": {...},
+    "8": {...}, "32": {"draft": "none"}}}``: all requests of a step have the entry of the largest
+    number that is no larger than theirs. Its own blocks are those of one request."""
+
+    by_load: Annotated[dict[BatchSize, Policy], Field(min_length=1, max_length=16)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one(cls, data: Any) -> Any:
+        table = data.get("by_load") if isinstance(data, Mapping) else None
+        if not isinstance(table, Mapping):
+            return data
+        if beside := sorted(data.keys() - {"by_load"}):
+            raise ValueError(f"by_load holds whole policies: {beside[0]!r} belongs into an entry")
+        first = table.get("1", table.get(1))
+        if first is None:
+            raise ValueError('by_load begins with the policy of "1" running request')
+        blocks = dict(first) if isinstance(first, (Policy, Mapping)) else {}
+        return {**blocks, "by_load": table}
+
+    @field_validator("by_load")
+    @classmethod
+    def _ascending(cls, table: dict[int, Policy]) -> dict[int, Policy]:
+        if any(isinstance(policy, (PromptPolicy, LoadPolicy)) for policy in table.values()):
+            raise ValueError("an entry of by_load is one policy, not another table or choice")
+        return dict(sorted(table.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def at(self, running: int) -> Policy:
+        """The policy of a step of so many requests, at least 1."""
+        return self.by_load[max(least for least in self.by_load if least <= running)]
+
+    def spelled_out(self) -> dict[str, Any]:
+        return {"by_load": {str(n): policy.spelled_out() for n, policy in self.by_load.items()}}
+
+    @property
+    def candidates(self) -> tuple[Policy, ...]:
+        """The policies of the table, by ascending load."""
+        return tuple(self.by_load.values())
+
+    @property
+    def is_tree(self) -> bool:
+        return any(policy.is_tree for policy in self.candidates)
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for policy in self.candidates for name in policy.artifacts))
+
+    @property
+    def depth_max(self) -> int:
+        return max(policy.depth_max for policy in self.candidates)
+
+    @property
+    def gamma_max(self) -> int:
+        return max(policy.gamma_max for policy in self.candidates)
+
+    @property
+    def needs_profile(self) -> bool:
+        return any(policy.needs_profile for policy in self.candidates)
+
+    def label(self) -> str:
+        return f"by_load({', '.join(f'{n}: {p.label()}' for n, p in self.by_load.items())})"
+
+
 AUTOREGRESSIVE = Policy(draft="none", window=FixedWindow(gamma=0))
 BUILT_IN = {"autoregressive": AUTOREGRESSIVE}
 
@@ -295,6 +363,8 @@ def parse_policy(data: Any, *, where: str = "policy") -> Policy:
         if not isinstance(data, Mapping):
             name = "null" if data is None else type(data).__name__
             raise TypeError(f"a policy is a JSON object, not {name}")
+        if data.get("by_load") is not None:
+            return LoadPolicy.model_validate(data)
         if data.get("by_prompt") is not None or not data.keys() <= PromptPolicy.model_fields.keys():
             return PromptPolicy.model_validate(data)
         return Policy.model_validate({k: v for k, v in data.items() if k != "by_prompt"})

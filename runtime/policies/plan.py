@@ -3,6 +3,7 @@ exist."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import Chooser, stored_chooser
-from spectune.runtime.policies.document import Policy, PromptPolicy
+from spectune.runtime.policies.document import LoadPolicy, Policy, PromptPolicy
 from spectune.runtime.policies.rules import ShortlistRule, compile_shortlist, compile_tree
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
@@ -47,6 +48,9 @@ class Plan:
     chooser: Chooser | None = None
     """What takes one of the ``candidates`` for each prompt; None where this plan decodes all."""
     candidates: tuple[Plan, ...] = ()
+    loads: tuple[int, ...] = ()
+    """The numbers of running requests from which on each of the ``candidates`` is in force,
+    ascending from 1; empty where the load decides nothing."""
 
     @cached_property
     def policy_id(self) -> str:
@@ -68,6 +72,12 @@ class Plan:
             return self
         return self.candidates[self.chooser.choose(ids, log_perplexity())]
 
+    def at(self, running: int) -> Plan:
+        """The plan of a step of so many requests, at least 1."""
+        if not self.loads:
+            return self
+        return self.candidates[bisect_right(self.loads, running) - 1]
+
     def rule(self, sampling: Sampling) -> TreeRule:
         """How trees grow at a sampling temperature. A chain is a tree of width 1."""
         assert self.rules is not None
@@ -86,11 +96,13 @@ def prepare(
 
     ``artifacts`` finds what the policy names that was fitted. Raises PolicyError when the draft is
     unknown, the window needs costs and there is no profile, or an artifact cannot be had, has
-    another shape or was fitted on another draft. Of a choice by prompt all that holds for each of
-    its candidates."""
-    if isinstance(policy, PromptPolicy):
+    another shape or was fitted on another draft. Of a choice by prompt, or by load, all that holds
+    for each of its candidates."""
+    if isinstance(policy, (PromptPolicy, LoadPolicy)):
         options: dict[str, Any] = {"profile": profile, "version": version, "artifacts": artifacts}
         plans = tuple(prepare(candidate, drafts, **options) for candidate in policy.candidates)
+        if isinstance(policy, LoadPolicy):
+            return replace(plans[0], policy=policy, loads=(*policy.by_load,), candidates=plans)
         chooser = stored_chooser(policy, artifacts)
         return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
     if policy.draft != "none" and policy.draft not in drafts:

@@ -17,11 +17,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from spectune.runtime.costs import MeasuredRound, RoundKind
+from spectune.runtime.costs import MeasuredRound, MeasuredStep, RoundKind
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import ModelBackend
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Turn, decode_rounds
+from spectune.runtime.loop import (
+    DecodeRequest,
+    Round,
+    StaticSource,
+    Turn,
+    Waiting,
+    decode_rounds,
+    decode_steps,
+)
 from spectune.runtime.policies.c2t import STEP, beta_code, nats
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -53,6 +61,8 @@ PER_REQUEST: Final = 10
 CHECKS: Final = 3
 CHECKED_TOKENS: Final = 12
 """Requests of each policy to check with in a sweep and at each temperature, and their tokens."""
+LEVEL: Final = 2
+"""Blocks of each cell of steps of several requests, when all of them run."""
 PREFILLS: Final = 3
 """Prefills of each draft and length: one may be slow, as the first of a shape is on a GPU."""
 SAMPLINGS: Final = (Sampling(), Sampling(temperature=1.0))
@@ -63,6 +73,9 @@ TREES: Final = (
     *((8, 2, 10), (8, 4, 24), (8, 6, 31), (10, 6, 60), (10, 8, 48)),
 )
 """(width, levels, nodes) of the top-k trees that are measured."""
+CHAINS_TOGETHER: Final = (1, 3, 8)
+TREES_TOGETHER: Final = ((2, 2, 4), (4, 3, 12), (8, 4, 32))
+"""Chains and trees that are measured with several requests."""
 STATIC_WIDTHS: Final = (1, 2, 6)
 """Branches of the static trees that are measured, each four tokens long."""
 SHARES: Final = (64, 16, 4, 1)
@@ -105,6 +118,8 @@ class Experiment:
     prefills: list[Prefill] = field(default_factory=list)
     checked: list[tuple[int, MeasuredRound]] = field(default_factory=list)
     """Rounds of policies to check with, beside the policy's number."""
+    steps: list[MeasuredStep] = field(default_factory=list)
+    """Steps of several requests."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -159,6 +174,29 @@ class Experiment:
                 if n or result.step.lag > 2:
                     self.rounds.append(measured(result, cell, len(prompt), sampling))
 
+    def together(self, cells: Sequence[Cell], requests: int, sampling: Sampling) -> None:
+        """Steps of one request more each, up to so many and :data:`LEVEL` times as long, under the
+        cells in blocks of random order. One prompt is read before a step."""
+        backend, source = ModelBackend(self.pair, seats=requests), StaticSource(cells[0].plan)
+        steps = requests + LEVEL * len(cells) * BLOCK
+        tokens = 2 * steps
+        asked = [self.prompt(tokens) for _ in range(requests)]
+        waiting = Waiting(self._request(prompt, tokens, sampling) for prompt in asked)
+        before: Plan | None = None
+        for n, rounds in enumerate(
+            islice(decode_steps(backend, waiting, source, self.clock), steps)
+        ):
+            cell = next(cell for cell in cells if cell.plan is source.prepared)
+            if before is cell.plan:  # else it pays for what the one before left in the caches
+                prompts = (len(one.request.prompt_ids) for one in rounds)
+                self.steps.append([
+                    measured(one, cell, prompt, sampling)
+                    for one, prompt in zip(rounds, prompts, strict=True)
+                ])  # fmt: skip
+            before = cell.plan
+            if n % BLOCK == BLOCK - 1:
+                source.prepared = cells[int(self.rng.integers(len(cells)))].plan
+
     def check(self, number: int, cell: Cell, sampling: Sampling) -> None:
         """One request under one policy, whose rounds are kept apart from those to be fitted."""
         prompt = self.prompt(CHECKED_TOKENS)
@@ -169,10 +207,13 @@ class Experiment:
     def _rounds(
         self, prompt: list[int], tokens: int, sampling: Sampling, source: StaticSource
     ) -> Iterator[Round]:
-        """The rounds of a request, whose text ends before the models' last position."""
-        seed, budget = int(self.rng.integers(1 << 31)), self.pair.max_positions - len(prompt)
-        request = DecodeRequest("profile", prompt, sampling, seed, min(tokens, budget))
+        request = self._request(prompt, tokens, sampling)
         return decode_rounds(self.backend, request, source, self.clock)
+
+    def _request(self, prompt: list[int], tokens: int, sampling: Sampling) -> DecodeRequest:
+        """One whose text ends before the models' last position."""
+        seed, budget = int(self.rng.integers(1 << 31)), self.pair.max_positions - len(prompt)
+        return DecodeRequest("profile", prompt, sampling, seed, min(tokens, budget))
 
     def prefill(self, draft: str, rows: int) -> None:
         """What precedes the rounds of a request of which ``rows`` tokens are read, by ``draft``
@@ -233,6 +274,22 @@ def cells_of(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list
             cells += _shortlists(pair, name, gamma_max)
         if cells:
             by_draft[name] = [*cells, *[cell_of(pair, AUTOREGRESSIVE)] * 3]
+    return by_draft
+
+
+def cells_together(pair: LoadedPair, gamma_max: int, *, trees: bool) -> dict[str, list[Cell]]:
+    """What is measured of each draft with several requests: a short and a long chain, a small and a
+    large tree, and none."""
+    by_draft = {}
+    for name in pair.draft_names:
+        policies = [AUTOREGRESSIVE]
+        if name in pair.chain_drafts:
+            gammas = dict.fromkeys(min(gamma, gamma_max) for gamma in CHAINS_TOGETHER)
+            policies += [Policy(draft=name, window=FixedWindow(gamma=gamma)) for gamma in gammas]
+        if trees and name != "ngram":
+            policies += [tree_policy(name, *shape) for shape in TREES_TOGETHER]
+        if len(policies) > 1:
+            by_draft[name] = [cell_of(pair, policy) for policy in policies]
     return by_draft
 
 

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -19,10 +20,12 @@ from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import FixedWindow, FsmWindow, MaxProbStop, Policy
 from spectune.runtime.profiling.experiment import (
     CHECKED_TOKENS,
+    SAMPLINGS,
     Cell,
     Experiment,
     cell_of,
     cells_of,
+    cells_together,
     tree_policy,
 )
 from spectune.runtime.profiling.regression import fit_profile, shapes_of
@@ -47,6 +50,7 @@ def measure_profile(
     repeats: int = 1,
     most: int = 1,
     trees: bool = True,
+    requests: int = 1,
     texts: Sequence[Sequence[int]] = (),
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
@@ -56,7 +60,8 @@ def measure_profile(
 
     ``contexts``: knots of the context, from the shortest to the longest that is served; those that
     the models do not hold are left out. ``texts``: token ids of what is served, random ones where
-    there are none. ``check`` says how well predicted rounds match executed ones."""
+    there are none. ``requests``: steps of up to so many at once are measured, too. ``check`` says
+    how well predicted rounds match executed ones."""
     room = pair.max_positions - 2 * gamma_max - CHECKED_TOKENS
     usable = [c for c in sorted(set(contexts or CONTEXTS)) if c <= room] or [max(1, room // 2)]
     experiment = Experiment(pair, usable, [t for t in texts if len(t) > usable[0]], clock)
@@ -67,7 +72,8 @@ def measure_profile(
     experiment.rounds.clear()
     experiment.prefills.clear()
     dtype = str(pair.target.dtype).removeprefix("torch.")
-    here = {**environment(pair), "gamma_max": gamma_max}
+    measured_at = {"gamma_max": gamma_max, "requests": requests, "contexts": usable}
+    here = {**environment(pair), **measured_at}
     profile = LatencyProfile(pair.id, pair.device.type, dtype, {}, here)
     for sweeps in range(1, max(repeats, most) + 1):
 
@@ -75,9 +81,15 @@ def measure_profile(
             progress("requests", (sweeps - 1) * total + done, max(repeats, sweeps) * total)
 
         experiment.sweep(cells, checked, progress=told)
+        if requests > 1:
+            of_several = cells_together(pair, gamma_max, trees=trees).values()
+            for n, (of_draft, sampling) in enumerate(product(of_several, SAMPLINGS), 1):
+                experiment.together(of_draft, requests, sampling)
+                progress("steps of several requests", n, len(SAMPLINGS) * len(of_several))
         if sweeps >= repeats:
-            shapes = shapes_of(cells, usable, experiment.rounds, experiment.prefills)
-            profile = fit_profile(profile, shapes, experiment.rounds, experiment.prefills)
+            steps = [*((r,) for r in experiment.rounds), *experiment.steps]
+            shapes = shapes_of(cells, usable, steps, experiment.prefills)
+            profile = fit_profile(profile, shapes, steps, experiment.prefills)
             profile = _check(experiment, profile)
             if profile.accepted(trees=trees):
                 break
@@ -91,7 +103,7 @@ def _check(experiment: Experiment, profile: LatencyProfile) -> LatencyProfile:
     tree = np.array([bool(r.kind.growth) for r in rounds])
     executed = np.array([r.round_s for r in rounds])
     phases = np.array([r.draft_s + r.verify_s for r in rounds])
-    numbers = predicted_seconds(profile, rounds)[:, 2], executed, np.array(policies)
+    numbers = predicted_seconds(profile, [(r,) for r in rounds])[:, 2], executed, np.array(policies)
     check = _errors(*(column[~tree] for column in numbers))
     check["overhead_share"] = float(1.0 - np.median(phases / executed))
     if tree.any():

@@ -18,7 +18,16 @@ import numpy as np
 from scipy.linalg import block_diag
 from scipy.optimize import nnls
 
-from spectune.runtime.costs import MeasuredRound, RoundKind, Share, by_term, round_shares
+from spectune.runtime.costs import (
+    FURTHER_ROUND,
+    FURTHER_TARGET,
+    MeasuredRound,
+    MeasuredStep,
+    RoundKind,
+    Share,
+    by_term,
+    step_shares,
+)
 from spectune.traces.cost_table import AXES, CostTable, FloatArray
 from spectune.traces.tables import LatencyProfile
 
@@ -47,8 +56,8 @@ class Prefill(NamedTuple):
 Shapes = Mapping[str, CostTable]
 """Tables by term whose knots count; their seconds are to be fitted."""
 
-TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
-FEW: Final = (1, 4, 16, 64)
+TARGET_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+FEW: Final = (1, 4, 16, 64, 256)
 """Rows that a draft's pass reads, and passes of a round: every knot costs certainty, so there are
 few."""
 
@@ -69,15 +78,17 @@ def knots_between(grid: Iterable[int], places: Iterable[float]) -> list[float]:
 def shapes_of(
     drafts: Iterable[str],
     contexts: Sequence[int],
-    rounds: Sequence[MeasuredRound],
+    steps: Sequence[MeasuredStep],
     prefills: Sequence[Prefill],
 ) -> Shapes:
-    """The tables of a profile: ``contexts`` are the context's knots; the others end at the largest
-    that was measured."""
+    """The tables of a profile: ``contexts`` are the context's knots, beside the largest of several
+    requests together; the others end at the largest that was measured."""
     lengths = sorted({1, *(p.rows for p in prefills)})
     prompts = table_over(rows=(lengths[0], lengths[len(lengths) // 2], lengths[-1]))
     contexts = sorted(contexts)
-    verified = knots_between(TARGET_ROWS, [1, *(r.drafted + 1 for r in rounds)])
+    most = max((sum(r.context for r in step) for step in steps if len(step) > 1), default=0)
+    contexts += [most] if most > contexts[-1] else []
+    verified = knots_between(TARGET_ROWS, [1, *(sum(r.drafted + 1 for r in s) for s in steps)])
     nodes = table_over(rows=(1, min(16.0, verified[-1]), verified[-1]))
     shapes = {
         "target": table_over(rows=verified, context=contexts),
@@ -86,9 +97,20 @@ def shapes_of(
         "prefill/target": prompts,
     }
     for draft in drafts:
-        drafted = [r for r in rounds if r.kind.draft == draft and r.rows]
-        rows = knots_between(FEW, [1, *(max(r.rows) for r in drafted)])
-        passes = knots_between(FEW, [1, *(len(r.rows) for r in drafted)])
+        drafting = [
+            [r for r in step if r.rows]
+            for step in steps
+            if any(r.kind.draft == draft and r.rows for r in step)
+        ]
+        drafted = [r for step in drafting for r in step]
+        longest = [max(len(r.rows) for r in step) for step in drafting]
+        passes_rows = [
+            sum(r.rows[level] for r in step if len(r.rows) > level)
+            for step, levels in zip(drafting, longest, strict=True)
+            for level in range(levels)
+        ]
+        rows = knots_between(FEW, [1, max(passes_rows)])
+        passes = knots_between(FEW, [1, max(longest)])
         line = table_over(rows=(1, rows[-1]))
         shapes[f"pass/{draft}"] = table_over(rows=rows, context=(contexts[0], contexts[-1]))
         shapes[f"prefill/{draft}"] = prompts
@@ -102,9 +124,12 @@ def shapes_of(
             if sizes := {r.head for r in drafted if r.head and r.kind.routed is routed}:
                 head = RoundKind(draft, routed=routed).terms.head
                 shapes[head] = table_over(rows=sorted(sizes))
-    # The other terms are constants.
-    charged = [r.kind.terms for r in rounds]
-    names = {"noise"}.union(*(t.verification + t.per_pass + t.rest for t in set(charged)))
+    # Of the requests beyond one, and the other terms, which are constants.
+    charged = {r.kind.terms for step in steps for r in step}
+    further = {t.further_pass for t in charged if t.further_pass} | {FURTHER_TARGET, FURTHER_ROUND}
+    beyond = sorted({1, *(len(step) - 1 for step in steps if len(step) > 1)})
+    shapes |= {name: table_over(batch=knots_between(FEW, beyond)) for name in sorted(further)}
+    names = {"noise"}.union(*(t.verification + t.per_pass + t.rest for t in charged))
     return {**{name: table_over() for name in sorted(names - shapes.keys())}, **shapes}
 
 
@@ -188,17 +213,19 @@ def _differences(places: Sequence[float]) -> FloatArray:
 def fit_profile(
     profile: LatencyProfile,
     shapes: Shapes,
-    rounds: Sequence[MeasuredRound],
+    steps: Sequence[MeasuredStep],
     prefills: Sequence[Prefill],
 ) -> LatencyProfile:
-    """``profile`` with terms fitted to rounds and prefills."""
-    drafting, verification, rest = zip(*map(round_shares, rounds), strict=True)
-    rest_s = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in rounds]
+    """``profile`` with terms fitted to steps and prefills."""
+    drafting, verification, rest = zip(*map(step_shares, steps), strict=True)
+    first: list[MeasuredRound] = [step[0] for step in steps]
+    drafted_s = [r.draft_s for load, r in zip(drafting, first, strict=True) if load]
+    rest_s = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in first]
     terms: dict[str, CostTable] = {}
     for loads, seconds in (
         ([p.shares() for p in prefills], [p.seconds for p in prefills]),
-        ([load for load in drafting if load], [r.draft_s for r in rounds if r.rows]),
-        (verification, [r.verify_s for r in rounds]),
+        ([load for load in drafting if load], drafted_s),
+        (verification, [r.verify_s for r in first]),
         (rest, rest_s),
     ):
         terms |= fit_terms(shapes, loads, seconds)

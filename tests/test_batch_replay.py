@@ -1,0 +1,414 @@
+"""Many requests on the native decoder, replayed: step by step what the loop does over a recorded
+trace by a simulated clock, and what models do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import EachAlone, RecordedTrees, TraceBackend
+from pairs import chain, top_k
+from recorded_texts import plain_texts
+from synthetic import flat_profile, with_terms
+from test_batches import TEXTS, pair  # noqa: F401
+from test_shortlists import artifacts
+
+from spectune.engines.engine import Load, Prompt, numbered
+from spectune.optimizer.decoder_engine import DecoderEngine
+from spectune.optimizer.replay.batches import Seating, serve_decoder
+from spectune.optimizer.replay.replay_trace import Nodes, ReplayTrace
+from spectune.runtime.cache import Extents
+from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
+from spectune.runtime.drafts.protocol import Drafted
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import DecodeRequest, StaticSource, Turn, Verified, decode_steps
+from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.policies.document import EXPANDED_LIMIT, parse_policy
+from spectune.runtime.policies.plan import Plan, prepare
+from spectune.runtime.recording.panoramas import extend_panorama, record_panorama
+from spectune.traces.cost_table import CostTable
+from spectune.traces.errors import PolicyError, TraceError
+from spectune.traces.schema import Sampling, request_seed
+from spectune.traces.tables import LatencyProfile, Panorama, Trajectory
+
+TOKENS = 24
+DRAFTS = ("near", "far", "ngram", "head")
+SAMPLED = Sampling(temperature=1.0, seed=4)
+
+
+def window(draft: str, kind: str, most: int, **more: Any) -> dict[str, Any]:
+    return {"draft": draft, "window": {"kind": kind, "gamma_max": most, **more}}
+
+
+POLICIES: list[dict[str, Any]] = [
+    {},
+    chain("near", 4),
+    chain("far", 6, stop={"kind": "max_prob", "threshold": 0.3}),
+    chain("ngram", 5),
+    chain("head", 3),
+    window("near", "cache_fsm", 5),
+    window("far", "fsm", 6),
+    window("near", "analytic", 6),
+    window("near", "heuristic", 5, transient=True),
+    top_k("near", 4, 3, 9),
+    top_k("far", 3, 4, 8, stratify={"artifact": "bins", "alpha": 3, "fractions": [0.3, 0.6, 1.0]}),
+    top_k("head", 4, 4, 12),
+    {**top_k("head", 3, 3, 6), "window": {"kind": "fsm", "gamma_max": 4}},
+]
+
+
+@pytest.fixture(scope="module")
+def trace(pair: LoadedPair) -> ReplayTrace:  # noqa: F811
+    """Texts of two temperatures with the panoramas of every draft, wide and deep enough for all."""
+    prompts = dict(enumerate(TEXTS))
+    texts = [
+        text
+        for n, sampling in enumerate((Sampling(), SAMPLED))
+        for text in plain_texts(
+            pair, {f"{n}.{i}": prompt for i, prompt in prompts.items()}, sampling, TOKENS
+        )
+    ]
+    size: dict[str, Any] = {"gamma_max": 8, "width": 5, "depth": 8}
+    panoramas = {d: [record_panorama(pair, text, d, **size) for text in texts] for d in DRAFTS}
+    recorded = ReplayTrace(texts, panoramas)
+
+    def read(draft: str, nodes: Mapping[int, Nodes]) -> dict[int, Panorama]:
+        held = recorded.panoramas[draft]
+        return {i: extend_panorama(pair, texts[i], held[i], *nodes[i]) for i in nodes}
+
+    return recorded.reading(read)
+
+
+@pytest.fixture(scope="module")
+def profile(pair: LoadedPair) -> LatencyProfile:  # noqa: F811
+    """Every term of a step, those of further requests among them."""
+    flat = flat_profile(pair.id, ("near", "far"), ("head",))
+    by_batch = CostTable((1e-4, 7e-4, 2e-3), ("batch",), ((1.0, 3.0, 9.0),))
+    terms: dict[str, CostTable | None] = {
+        "further target": by_batch,
+        "further round": by_batch,
+        **{f"further pass/{draft}": by_batch for draft in DRAFTS},
+    }
+    return with_terms(flat, terms)
+
+
+class SimulatedClock:
+    """The seconds that steps take, by the Python sum of their terms; and requests that come as a
+    load says by it."""
+
+    def __init__(self, load: Load, requests: Sequence[DecodeRequest]) -> None:
+        self.now, self.load, self.requests = 0.0, load, deque(requests)
+        self.sent = self.ended = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self) -> bool:
+        if self.requests and self.first() is None:
+            self.now = max(self.now, self.load.arrivals[self.sent])
+        return bool(self.requests)
+
+    def first(self) -> DecodeRequest | None:
+        total = self.sent + len(self.requests)
+        due = self.load.due(self.now, self.sent, self.sent - self.ended)
+        return self.requests[0] if self.requests and min(due, total - self.sent) > 0 else None
+
+    def take(self) -> DecodeRequest:
+        self.sent += 1
+        return self.requests.popleft()
+
+
+class EveryDraft:
+    """The backend of one request over its panoramas: the draft of the policy in force proposes, the
+    others fall behind."""
+
+    def __init__(self, trace: ReplayTrace, number: int) -> None:
+        self.of: dict[str, TraceBackend] = {}
+        text, first = trace.trajectories[number], int(trace.offsets[number])
+        for draft in DRAFTS:
+            panorama = trace.panoramas[draft][number]
+            trees = None if draft == "ngram" else RecordedTrees(trace.forest(draft), first)
+            for grows in (False, True):
+                if (draft == "head") <= grows and (draft != "ngram" or not grows):
+                    one = TraceBackend(text, None if grows else panorama, trees if grows else None)
+                    self.of[f"{draft}{grows}"] = one
+        self.plain = TraceBackend(text, None)
+        self.follows: dict[str, int] = {}
+        """By draft that follows the text the tokens that it has not read."""
+
+    def begin(self, request: DecodeRequest, plan: Plan) -> None:
+        for backend in (*self.of.values(), self.plain):
+            backend.begin(request, plan)
+        self.length = len(request.prompt_ids)
+        if plan.policy.speculates:
+            self.follow(plan.policy.draft)
+
+    def follow(self, draft: str) -> None:
+        self.follows.setdefault(draft, 0 if draft == "head" and self.length < 2 else 1)
+
+    def draft(self, plan: Plan, gamma: int, limit: int) -> Drafted | None:
+        policy = plan.policy
+        self.follow(policy.draft)
+        tree = policy.is_tree or policy.draft == "head"
+        self.using = self.of[f"{policy.draft}{tree}"]
+        self.using._lag = self.follows[policy.draft]
+        return self.using.draft(plan, gamma, limit)
+
+    def verify(self, drafted: Drafted | None) -> Verified:
+        return (self.plain if drafted is None else self.using).verify(drafted)
+
+    def commit(self, emitted: list[int], accepted: int, drafted: Drafted | None) -> None:
+        before = {draft: unread + len(emitted) for draft, unread in self.follows.items()}
+        for backend in (*self.of.values(), self.plain):
+            own = drafted if drafted is not None and backend is self.using else None
+            backend.commit(emitted, accepted if own else 0, own)
+        self.follows = before
+        if drafted is not None and drafted.steps:
+            name = next(name for name, one in self.of.items() if one is self.using)
+            self.follows[name.removesuffix("True").removesuffix("False")] = self.using._lag
+        self.length += len(emitted)
+
+
+class Seated(EachAlone):
+    """The loop's backend with seats, extents, chunks of prompts, and a clock."""
+
+    def __init__(
+        self,
+        trace: ReplayTrace,
+        seating: Seating,
+        clock: SimulatedClock,
+        profile: LatencyProfile | None,
+    ) -> None:
+        super().__init__(lambda request: EveryDraft(trace, int(request.id.split("/")[1])))  # type: ignore[arg-type]
+        self.seating, self.clock, self.profile = seating, clock, profile
+        self.extents = Extents(seating.slots)
+        self.begins: dict[Turn, int] = {}
+        self.left: dict[Turn, int] = {}
+
+    def admit(self, turn: Turn, plan: Plan) -> bool:
+        if len(self._of) == self.seating.seats:
+            return False
+        request = turn.request
+        if self.seating.slots:
+            size = len(request.prompt_ids) + request.max_new_tokens + 1 + EXPANDED_LIMIT
+            begin = self.extents.take(size)
+            if begin is None:
+                return False
+            self.begins[turn] = begin
+        self.left[turn] = len(request.prompt_ids) - 1
+        return super().admit(turn, plan)
+
+    def read_prompt(self, turn: Turn) -> bool:
+        rows = min(PREFILL_CHUNK, self.left[turn])
+        self.left[turn] -= rows
+        if self.profile is not None and rows:
+            names = ("target", *self._of[turn].follows)  # type: ignore[union-attr]
+            self.clock.now += sum(
+                float(self.profile.seconds(f"prefill/{name}", rows=rows)) for name in names
+            )
+        return not self.left[turn]
+
+    def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
+        self.late = {
+            turn: turn.gamma > 0 and turn.plan.policy.draft not in self._of[turn].follows  # type: ignore[union-attr]
+            for turn in turns
+        }
+        return super().draft(turns)
+
+    def verify(self, turns: Sequence[Turn]) -> list[Verified]:
+        verdicts = super().verify(turns)
+        return verdicts
+
+    def commit(self, turns: Sequence[Turn]) -> None:
+        if self.profile is not None:
+            self.clock.now += self.seconds(turns)
+        super().commit(turns)
+
+    def seconds(self, turns: Sequence[Turn]) -> float:
+        assert self.profile is not None
+        step, late_s = [], 0.0
+        for turn in turns:
+            drafted, policy = turn.drafted, turn.plan.policy
+            context = len(turn.request.prompt_ids) + len(turn.output) - len(turn.tokens) - 1
+            kind, rows, count = RoundKind(), (), 0
+            if drafted is not None and drafted.steps:
+                kind = RoundKind.of(policy, tree=policy.is_tree or policy.draft == "head")
+                widths = [1] * drafted.steps if drafted.tree is None else drafted.tree.widths
+                rows, count = (drafted.lag, *widths[1:]), drafted.count
+                if self.late[turn]:
+                    names = ("target", policy.draft)[policy.draft != "head" :]
+                    late_s += sum(
+                        float(self.profile.seconds(f"prefill/{n}", rows=context)) for n in names
+                    )
+            kind = kind._replace(sampled=not turn.request.sampling.greedy)
+            tokens = len(turn.tokens)
+            step.append(MeasuredRound(kind, context, rows, count, tokens, 0.0, 0.0, 0.0))
+        return late_s + float(predicted_seconds(self.profile, [step])[0, 2])
+
+    def release(self, turn: Turn) -> None:
+        super().release(turn)
+        self.clock.ended += 1
+        if turn in self.begins:
+            self.extents.give(self.begins.pop(turn))
+
+
+def request_of(text: Trajectory, number: int, place: int) -> DecodeRequest:
+    """The n-th request, for a text of the trace."""
+    length = len(text.output_ids)
+
+    def ends_at(output: list[int], new: list[int]) -> int | None:
+        return length - len(output) if len(output) + len(new) >= length else None
+
+    seed = request_seed(text.sampling.seed, text.request_id)
+    prompt, most = text.prompt_ids.tolist(), text.max_new_tokens
+    name = f"{number}/{place}"
+    return DecodeRequest(name, prompt, text.sampling, seed, most, ends_at=ends_at)
+
+
+Member = tuple[int, int, int, int, int]
+"""Step, request, policy of the table, drafted and accepted tokens."""
+
+
+def by_the_loop(
+    trace: ReplayTrace,
+    plan: Plan,
+    load: Load,
+    seating: Seating,
+    profile: LatencyProfile | None,
+    count: int,
+) -> tuple[list[Member], list[float]]:
+    """The members of every step by :func:`decode_steps`, and when each ended."""
+    order = trace.order.tolist()
+    numbers = [order[n % len(order)] for n in range(count)]
+    texts = trace.trajectories
+    requests = [request_of(texts[place], n, place) for n, place in enumerate(numbers)]
+    clock = SimulatedClock(load, requests)
+    backend = Seated(trace, seating, clock, profile)
+    policies = [each.policy_id for each in plan.plans]
+    members: list[Member] = []
+    ends = []
+    for n, rounds in enumerate(decode_steps(backend, clock, StaticSource(plan), clock)):
+        ends.append(clock.now)
+        for one in rounds:
+            number, step = int(one.request.id.split("/")[0]), one.step
+            policy = policies.index(step.policy)
+            members.append((n, number, policy, step.drafted, step.accepted))
+    return members, ends
+
+
+def a_table(numbers: Sequence[int], loads: Sequence[int]) -> dict[str, Any]:
+    """A policy, or a table by load of several."""
+    if len(numbers) == 1:
+        return POLICIES[numbers[0]]
+    return {"by_load": {str(n): POLICIES[i] for n, i in zip((1, *loads), numbers, strict=False)}}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    numbers=st.lists(st.integers(0, len(POLICIES) - 1), min_size=1, max_size=3, unique=True),
+    loads=st.sampled_from([(2, 3), (2, 5), (3, 4)]),
+    arrivals=st.one_of(
+        st.integers(1, 7).map(Load),
+        st.lists(st.floats(0.0, 0.03), min_size=4, max_size=14).map(
+            lambda gaps: Load(arrivals=tuple(np.cumsum(gaps).tolist()))
+        ),
+    ),
+    seats=st.integers(1, 6),
+    few=st.booleans(),
+    texts=st.lists(st.integers(0, 11), min_size=2, max_size=9),
+)
+def test_steps_are_those_of_the_loop_over_a_trace(
+    trace: ReplayTrace,
+    profile: LatencyProfile,
+    pair: LoadedPair,  # noqa: F811
+    numbers: list[int],
+    loads: tuple[int, int],
+    arrivals: Load,
+    seats: int,
+    few: bool,
+    texts: list[int],
+) -> None:
+    """Members, policies, drafted and accepted tokens of every step, and when it ends: under chains,
+    trees, heads, stateful windows, tables by load, arrivals and clients, also where slots are what
+    requests wait for."""
+    part = trace.select(texts)
+    slots = 2 * int((trace.prompts + trace.budgets).max() + 1 + EXPANDED_LIMIT) if few else 0
+    seating = Seating(seats, slots)
+    policy = parse_policy(a_table(numbers, loads))
+    plan = prepare(policy, DRAFTS, profile=profile, artifacts=artifacts(pair))
+    count = len(arrivals.arrivals) or 2 * len(texts)
+    found = serve_decoder(part, plan, arrivals, seating, profile, count=count, members=True)
+    members, ends = by_the_loop(part, plan, arrivals, seating, profile, count)
+    assert [tuple(row) for row in found.members.tolist()] == members
+    np.testing.assert_allclose(found.ends_s, ends, rtol=1e-9)
+    assert found.served.tokens.tolist() == [
+        len(trace.trajectories[texts[n % len(texts)]].output_ids) for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        POLICIES[6],
+        POLICIES[9],
+        a_table((11, 2, 0), (3, 5)),
+        a_table((10, 12, 5), (2, 4)),
+        a_table((3, 8), (3,)),
+    ],
+    ids=["fsm", "tree", "head, chain, none", "bins, head, cache", "ngram, heuristic"],
+)
+@pytest.mark.parametrize("clients", [1, 3, 6])
+def test_steps_are_those_of_models(
+    trace: ReplayTrace,
+    profile: LatencyProfile,
+    pair: LoadedPair,  # noqa: F811
+    document: dict[str, Any],
+    clients: int,
+) -> None:
+    """By clients, whose next requests come as their last are answered, whatever the clock says."""
+    find, policy = artifacts(pair), parse_policy(document)
+    for first in (0, len(TEXTS)):  # greedy, then sampled
+        part = trace.select(range(first, first + len(TEXTS)))
+        plan = prepare(policy, DRAFTS, profile=profile, artifacts=find)
+        count, load = 2 * len(TEXTS), Load(clients)
+        found = serve_decoder(part, plan, load, Seating(4), profile, count=count, members=True)
+        engine = DecoderEngine(pair, 4, profile=profile, artifacts=find)
+        texts = [trace.trajectories[r] for r in part.order]
+        prompts = numbered(
+            (Prompt("", "x", tuple(t.prompt_ids.tolist()), seeded_as=t.request_id) for t in texts),
+            count,
+        )
+        how: dict[str, Any] = {"sampling": texts[0].sampling, "max_new_tokens": TOKENS}
+        answers = {
+            int(a.trajectory.request_id): a for a in engine.execute(prompts, policy, load, **how)
+        }
+        batches = np.bincount(found.members[:, 0])
+        for n in range(count):
+            text = texts[n % len(texts)]
+            assert answers[n].trajectory.output_ids.tolist() == text.output_ids.tolist()
+            own = found.members[found.members[:, 1] == n]
+            assert [(s.batch, s.policy, s.drafted, s.accepted) for s in answers[n].steps] == [
+                (batches[step], plan.plans[p].policy_id, drafted, accepted)
+                for step, _, p, drafted, accepted in own.tolist()
+            ]
+
+
+def test_a_request_that_fits_no_extent_is_refused(trace: ReplayTrace) -> None:
+    plan = prepare(parse_policy({}), DRAFTS)
+    with pytest.raises(TraceError, match=r"needs \d+ slots, \d+ of them for trees; there are 99"):
+        serve_decoder(trace, plan, Load(2), Seating(2, 99), None)
+
+
+def test_costs_of_several_requests_are_measured_first(
+    trace: ReplayTrace,
+    pair: LoadedPair,  # noqa: F811
+) -> None:
+    plan, profile = prepare(parse_policy({}), DRAFTS), flat_profile(pair.id, DRAFTS)
+    serve_decoder(trace, plan, Load(1), Seating(1), profile)
+    with pytest.raises(PolicyError, match="profile --concurrency N"):
+        serve_decoder(trace, plan, Load(2), Seating(2), profile)
