@@ -198,6 +198,7 @@ WHERE = {
     "texts": "where texts are decoded",
     "since": "with --since",
     "executed": "where policies are executed",
+    "load": "with --arrivals",
 }
 """Where a setting of a tuning may act, in words: on a bench, or where requests are decoded, a
 sample is taken, policies are executed."""
@@ -349,9 +350,9 @@ class RaceSettings(Group):
 
 
 class LoadSettings(Group):
-    """How requests come to an engine that serves many at once."""
+    """How requests come, many at once."""
 
-    acts: ClassVar[str] = "engine server"
+    acts: ClassVar[str] = "load engine server"
 
     arrivals: str | None = setting(
         None,
@@ -368,6 +369,13 @@ class LoadSettings(Group):
     )
     ttft: Duration | None = setting(None, "Goodput: the most to the first token, e.g. 500ms.")
     tpot: Duration | None = setting(None, "Goodput: the most per later token, e.g. 40ms.")
+    seats: int | None = setting(
+        None,
+        "Requests at once on the native decoder; default: the clients, else 8; at most 64.",
+        ge=1,
+        le=64,
+        acts="native",
+    )
 
 
 # ------------------------------------------------------------------ what several commands have
@@ -751,7 +759,7 @@ class WithPolicy(InPlace, OnWorkload):
         "active", "A file, inline JSON, an id, active, autoregressive.", positional=True
     )
     engine: EngineName = setting("native", "What executes (`engines` lists what each can do).")
-    concurrency: Count = setting(1, "Requests at a time, on an engine that batches.")
+    concurrency: Count = setting(1, "Requests at a time.")
 
 
 class RunCommand(WithPolicy):
@@ -795,7 +803,9 @@ class Profile(OnDevice, OnPair):
     example = "profile --pair pair.json --engine vllm --concurrency 8 --gamma-max 6"
 
     engine: EngineName = setting("native", "What executes (`engines` lists what each can do).")
-    concurrency: Count = setting(8, "Measure from 1 to N requests at a time on an engine.")
+    concurrency: Count | None = setting(
+        None, "Measure from 1 to N requests at a time; default: 1, on an engine 8."
+    )
     gamma_max: int | None = setting(
         None, "Longest drafts measured; default: 16, on an engine 8.", ge=1, le=64
     )
@@ -807,7 +817,7 @@ class Profile(OnDevice, OnPair):
 
 class Simulate(InPlace):
     """Replay a recording under any policy: rounds and tokens exactly, seconds by a latency profile.
-    With --arrivals, an engine that serves many requests at once."""
+    With --arrivals, under a load of many requests at once."""
 
     example = """simulate --policy '{"draft": "small", "window": {"kind": "fixed", "gamma": 4}}'"""
 
@@ -832,8 +842,8 @@ class Tune(InPlace, OnWorkload):
     Records the workload (or resumes, or finds it recorded), profiles the device, searches in
     simulation, executes the best beside plain baselines on requests the search has not seen, and
     publishes the winner if it beats the incumbent beyond noise on others that were held out for
-    this. With --arrivals, for an engine that serves many requests at once; with --url, on a vLLM
-    server that runs (docs/vllm.md)."""
+    this. With --arrivals, for a load of many requests at once, on the native decoder or an engine;
+    with --url, on a vLLM server that runs (docs/vllm.md)."""
 
     example = "tune --pair pair.json --workload chats.jsonl --temperature 0.7 --budget 10m"
 
@@ -846,7 +856,7 @@ class Tune(InPlace, OnWorkload):
     engine: Literal["vllm"] | None = setting(None, "With --arrivals: its recording.")
     load: LoadSettings = group(LoadSettings(), "arrivals")
     serve: bool = setting(
-        False, "With --arrivals: start servers, execute there, and publish.", acts="engine"
+        False, "With --engine: start servers, execute there, and publish.", acts="engine"
     )
     url: str | None = setting(None, "A vLLM server that runs: tune it, with --folder.")
     folder: AnyPath | None = setting(None, "With --url: the folder of its SPECTUNE_FOLDER.")

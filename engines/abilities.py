@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from spectune.runtime.policies.document import (
     ByLoadWindow,
     FixedWindow,
+    LoadPolicy,
     NoStop,
     Policy,
     PromptPolicy,
@@ -55,7 +56,8 @@ class Engine:
     how a new policy comes into force. ``prefill_emits``: the pass over the prompt yields the first
     token by itself, so that the first round that drafts begins after it. ``past_end``: the last
     round of a request may draft past its ``max_tokens``. ``rules``: how it fills its steps; None:
-    it serves one request at a time."""
+    it serves one request at a time. ``own_noise``: above temperature 0 a text is a function of its
+    request's seed, whatever runs beside."""
 
     name: str
     title: str
@@ -66,6 +68,7 @@ class Engine:
     prefill_emits: bool = True
     past_end: bool = False
     rules: ServingRules | None = None
+    own_noise: bool = False
 
     @property
     def batches(self) -> bool:
@@ -107,7 +110,9 @@ class Engine:
                 f"{self.title} cannot choose a policy for each prompt: it has one draft, loaded at "
                 "its start; publish one of those that it chooses from"
             )
-        if policy.is_tree:
+        if isinstance(policy, LoadPolicy):
+            what = "a table of whole policies"
+        elif policy.is_tree:
             what = "trees"
         elif policy.shortlisted or not isinstance(policy.stop, NoStop):
             what = "a stop or a shortlist"
@@ -161,7 +166,14 @@ def contexts_of(policy: Policy) -> tuple[int, ...]:
 
 def nearest_chain(policy: Policy, windows: Collection[str]) -> Policy:
     """A chain of the policy's draft without a stop or a shortlist: its own window where that is of
-    one of these kinds, else a fixed one, its longest for a lone request."""
+    one of these kinds, else a fixed one, its longest for a lone request. Of a table of policies the
+    tokens of each entry that has the first one's draft."""
+    if isinstance(policy, LoadPolicy) and "by_load" in windows:
+        gammas = {
+            n: one.gamma_max if one.draft == policy.draft else 0
+            for n, one in policy.by_load.items()
+        }
+        return Policy(draft=policy.draft, window=ByLoadWindow(kind="by_load", gamma=gammas))
     window = policy.window
     if window.kind not in windows:
         window = FixedWindow(
@@ -178,6 +190,7 @@ NATIVE = Engine(
     None,
     "between two rounds",
     prefill_emits=False,
+    own_noise=True,
 )
 VLLM = Engine(
     "vllm",

@@ -17,6 +17,7 @@ from spectune.runtime.policies.blocks import BATCH_LIMIT
 from spectune.runtime.policies.document import (
     ByLoadWindow,
     FixedWindow,
+    LoadPolicy,
     Policy,
     PromptPolicy,
     TopKGrowth,
@@ -153,6 +154,10 @@ def engine_settings(policy: Policy, pair: PairSpec, engine: str) -> Settings:
         raise PolicyError(
             f"{engine} cannot choose a policy for each prompt; "
             "export one of the policies that it chooses from"
+        )
+    if isinstance(policy, LoadPolicy):
+        raise PolicyError(
+            f"{engine} cannot change between whole policies by load; export one of its entries"
         )
     if not policy.speculates:
         return {}

@@ -44,10 +44,10 @@ def shares_of(decoded: Sequence[Decoded]) -> Shares:
     shares: Shares = {}
     for request in decoded:
         ends = [start for start, _ in request.plans[1:]] + [len(request.steps)]
-        waited = request.seconds - sum(step.round_s for step in request.steps)
+        waited = request.seconds - sum(step.own_s for step in request.steps)
         for (start, plan), end in zip(request.plans, ends, strict=True):
             steps = request.steps[start:end]
-            counts = counts_of(steps, waited + sum(step.round_s for step in steps))
+            counts = counts_of(steps, waited + sum(step.own_s for step in steps))
             counts, waited = replace(counts, requests=int(start == 0)), 0.0
             before = shares.get(plan.policy.id, (plan.policy, Counts()))[1]
             shares[plan.policy.id] = plan.policy, before + counts

@@ -200,11 +200,12 @@ def _profile(pair: LoadedPair, requests: Sequence[RecordedRequest]) -> LatencyPr
     usual = contexts[len(contexts) // 2]
     verified = [1, *(k + 1 for k in MEASURED), max(r.drafted for r in rounds) + 1]
     rows = sorted({min(n, verified[-1]) for n in verified})
+    steps = [(r,) for r in rounds]
     shapes = {
-        **shapes_of(pair.draft_names, [usual], rounds, ()),
+        **shapes_of(pair.draft_names, [usual], steps, ()),
         "target": table_over(rows=rows, context=[usual]),
     }
-    return fit_profile(empty, shapes, rounds, ())
+    return fit_profile(empty, shapes, steps, ())
 
 
 def _replayed(

@@ -122,7 +122,7 @@ class DecoderEngine(Running):
             ended_s = self.clock() - queue.began
             for one in rounds:
                 n = of[one.request.id]
-                moments = {"arrived_s": queue.arrived_s[n], "ended_s": ended_s}
+                moments: Any = {"arrived_s": queue.arrived_s[n], "ended_s": ended_s}
                 steps[n].append(one.step._replace(batch=len(rounds), **moments))
                 tokens[n] += one.tokens
             for one in rounds:

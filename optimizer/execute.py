@@ -12,14 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from spectune import settings
+from spectune.engines.engine import Load
+from spectune.optimizer.decoder_engine import LoadQueue
 from spectune.optimizer.tuning.texts import ComparedTexts
 from spectune.runtime.cuda.graphs import prepare_graphs
-from spectune.runtime.decoder import Decoded, Decoder, prepare_for
+from spectune.runtime.decoder import Decoded, Decoder, prepare_for, trajectory_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.session import Sessions
 from spectune.traces.conversations import conversations, conversations_of
 from spectune.traces.cost_table import FloatArray
@@ -141,6 +143,64 @@ def run(pair: LoadedPair, source: PolicySource, encoded: Encoded) -> Iterator[De
     decoder = Decoder(pair, source, encoded.options.verifier)
     for item, request in encoded.items:
         yield decoder.decode(request, item.category)
+
+
+@dataclass
+class _Seen:
+    """A source, and the plan that it had last."""
+
+    source: PolicySource
+    plan: Plan | None = None
+
+    def current(self) -> Plan:
+        self.plan = self.source.current()
+        return self.plan
+
+
+def run_together(
+    pair: LoadedPair, source: PolicySource, encoded: Encoded, clients: int
+) -> Iterator[Decoded]:
+    """Decodes requests under a policy source, ``clients`` at a time, each sending its next when its
+    last has ended; yields each as it ends. Its seconds are its share of those that passed; its
+    rounds say when it came and when they ended. Raises PolicyError for a policy, or a verifier, of
+    one request at a time."""
+    warm(pair, encoded)
+    seen = _Seen(source)
+    decoder = Decoder(pair, seen, encoded.options.verifier, seats=clients)
+    asked = [request for _, request in encoded.items if request.max_new_tokens]
+    for item, request in encoded.items:
+        if not request.max_new_tokens:  # a text without rounds
+            text = trajectory_of(request, [], "length", item.category)
+            yield Decoded(text, (), 0.0, ((0, source.current()),))
+    queue = LoadQueue(asked, Load(clients), decoder.clock)
+    number = {request.id: n for n, (_, request) in enumerate(encoded.items)}
+    place = {request.id: n for n, request in enumerate(asked)}
+    steps: list[list[Step]] = [[] for _ in number]
+    tokens: list[list[int]] = [[] for _ in number]
+    plans: list[list[tuple[int, Plan]]] = [[] for _ in number]
+    seconds, before_s = [0.0] * len(number), 0.0
+    for rounds in decoder.steps(queue):
+        ended_s = decoder.clock() - queue.began
+        share, before_s = (ended_s - before_s) / len(rounds), ended_s
+        for one in rounds:
+            n, step = number[one.request.id], one.step
+            plan = seen.plan
+            is_new = not plans[n] or plans[n][-1][1] is not plan
+            # What is refused by several requests at once is not what decoded.
+            if plan and is_new and step.policy in {each.policy_id for each in plan.plans}:
+                plans[n].append((len(steps[n]), plan))
+            arrived_s = queue.arrived_s[place[one.request.id]]
+            step = step._replace(batch=len(rounds), arrived_s=arrived_s, ended_s=ended_s)
+            steps[n].append(step)
+            tokens[n] += one.tokens
+            seconds[n] += share
+        for one in rounds:
+            if one.finish is not None:
+                queue.answered()
+                n = number[one.request.id]
+                item, request = encoded.items[n]
+                text = trajectory_of(request, tokens[n], one.finish, item.category)
+                yield Decoded(text, tuple(steps[n]), seconds[n], tuple(plans[n]))
 
 
 WARM_TOKENS = 64

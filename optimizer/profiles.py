@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,15 +33,17 @@ def stored_profile(
     *,
     gamma_max: int,
     trees: bool = False,
+    requests: int = 1,
 ) -> LatencyProfile | None:
     """The newest profile since then of this pair in this environment that covers the drafts (and
-    their ``trees``) and windows up to ``gamma_max``."""
+    their ``trees``), windows up to ``gamma_max`` and so many ``requests`` at once."""
     grown = {d for d in drafts if d != "ngram" and trees}
     here = environment(pair)
     same = {key: here[key] for key in ("device", "torch", "threads", "dtype")}.items()
     for profile in store.profiles(pair.id, pair.device.type, here["dtype"]):
         covers = set(drafts) <= set(profile.drafts) and grown <= set(profile.tree_drafts)
         covers &= profile.environment.get("gamma_max", 0) >= gamma_max
+        covers &= profile.environment.get("requests", 1) >= requests
         if same <= profile.environment.items() and profile.created_at >= since and covers:
             return profile
     return None
@@ -82,16 +84,19 @@ def profile_for(
     *,
     gamma_max: int = 16,
     trees: bool = True,
+    requests: int = 1,
     trajectories: Sequence[Trajectory] = (),
     since: datetime | None = None,
     tell: Callable[[str], None] = lambda line: None,
     progress: Progress = silent,
 ) -> LatencyProfile:
     """A profile of this environment that was made after ``since`` (None: a day ago) and passed its
-    check, else a new measurement on the texts and contexts of ``trajectories``, of two sweeps where
-    its check fails after one. Where it fails after both, :func:`doubts` says so."""
+    check, else a new measurement on the texts and contexts of ``trajectories``, with up to so many
+    ``requests`` at once, of two sweeps where its check fails after one. Where it fails after both,
+    :func:`doubts` says so."""
     oldest = since or datetime.now(UTC) - PROFILE_AGE
-    stored = stored_profile(store, pair, drafts, oldest, gamma_max=gamma_max, trees=trees)
+    what: dict[str, Any] = {"gamma_max": gamma_max, "trees": trees, "requests": requests}
+    stored = stored_profile(store, pair, drafts, oldest, **what)
     if stored is not None:
         failed = doubts(stored, trees=trees)
         if not failed:
@@ -101,9 +106,8 @@ def profile_for(
     probe = probe_s(pair)
     measured = measure_profile(
         pair,
-        gamma_max=gamma_max,
+        **what,
         most=2,
-        trees=trees,
         texts=whole_texts(trajectories),
         contexts=served_contexts(trajectories),
         progress=lambda what, done, total: progress("profile", done, total),

@@ -16,6 +16,7 @@ from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     DEFAULT_TOP_N,
     KINDS,
+    LoadPolicy,
     Policy,
     PromptPolicy,
     Select,
@@ -202,10 +203,13 @@ def transformers_heuristic(draft: str, gamma_max: int) -> Policy:
 
 
 def complexity(policy: Policy) -> tuple[int, ...]:
-    """Orders policies from simple to elaborate: no speculation first, choices by prompt last, and
-    between them by the place of each block's kind in :data:`GROUPS`, then the shorter window."""
+    """Orders policies from simple to elaborate: no speculation first, tables by load and choices by
+    prompt last, and between them by the place of each block's kind in :data:`GROUPS`, then the
+    shorter window."""
+    if isinstance(policy, LoadPolicy):
+        return 2, len(policy.by_load)
     if isinstance(policy, PromptPolicy):
-        return (2,)
+        return (3,)
     places = (list(kinds).index(kind_of(group, policy)) for group, kinds in GROUPS.items())
     return int(policy.speculates), *places, policy.gamma_max
 

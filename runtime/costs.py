@@ -161,7 +161,7 @@ def step_shares(step: MeasuredStep) -> tuple[list[Share], list[Share], list[Shar
         for level in range(passes):
             rows = [r.rows[level] if level < len(r.rows) else 0 for r in step]
             drafting += over("per_pass", rows)
-            drafting += further(terms.further_pass, np.count_nonzero(rows))
+            drafting += further(terms.further_pass, sum(n > 0 for n in rows))
         if first.head:
             drafting.append(Share(terms.head, passes, rows=first.head))
     verification = over("verification", [r.drafted + 1 for r in step])

@@ -441,17 +441,24 @@ class Decoder:
         if not plans:  # of a text without rounds
             source.current()
             plans += [(0, plan) for plan in (source.looked_at,) if plan is not None]
-        trajectory = Trajectory(
-            request_id=request.id,
-            category=category,
-            tokens=Tokens(np.asarray(request.prompt_ids, np.int32), np.asarray(output, np.int32)),
-            sampling=request.sampling,
-            max_new_tokens=request.max_new_tokens,
-            finish=finish,
-            verifier=request.verifier,
-            stop_strings=request.stop_strings,
-        )
+        trajectory = trajectory_of(request, output, finish, category)
         return Decoded(trajectory, tuple(steps), seconds, tuple(plans))
+
+
+def trajectory_of(
+    request: DecodeRequest, output: Sequence[int], finish: Finish, category: str = ""
+) -> Trajectory:
+    """A request with the text that it got."""
+    return Trajectory(
+        request_id=request.id,
+        category=category,
+        tokens=Tokens(np.asarray(request.prompt_ids, np.int32), np.asarray(output, np.int32)),
+        sampling=request.sampling,
+        max_new_tokens=request.max_new_tokens,
+        finish=finish,
+        verifier=request.verifier,
+        stop_strings=request.stop_strings,
+    )
 
 
 class _RequestSource:

@@ -209,7 +209,8 @@ def put_made_up_profile(
     """
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
     made = profile or flat_profile(pair.id, pair.drafts)
-    return store.put_profile(replace(made, environment={**environment(pair), "gamma_max": 64}))
+    covers = {"gamma_max": 64, "requests": made.environment.get("requests", 1)}
+    return store.put_profile(replace(made, environment={**environment(pair), **covers}))
 
 
 def put_profile(url: str, pair_file: Path | str) -> str:

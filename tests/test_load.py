@@ -36,7 +36,7 @@ from spectune.optimizer.replay.loads import Objective, Served
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.replay.serving import Simulated
 from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench
-from spectune.optimizer.tuning.load_search import LoadStudy
+from spectune.optimizer.tuning.load_search import TokenStudy
 from spectune.optimizer.tuning.timings import TIE
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import (
@@ -177,7 +177,7 @@ def made_up_search(
     loads = {f"{clients}/{context}": Load(clients) for clients, context in best}
     trace = SimpleNamespace(prompts=np.array([9]), offsets=np.array([0, 9]))
     values: Any = (None, VLLM, RULES, costs, trace, None, loads, Objective(), 1)
-    study = LoadStudy(MadeUp(*values), num_trials=100)
+    study = TokenStudy(MadeUp(*values), num_trials=100)
     window = study.run().policy.window
     assert isinstance(window, (ByLoadWindow, FixedWindow))
     return window

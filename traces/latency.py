@@ -32,6 +32,9 @@ class Costs:
       router.
     - ``round`` and ``tree round/D`` per round; ``prefill/target`` and ``prefill/D`` (rows): a
       prompt's pass, and what begins a request.
+    - Several requests at once, by those beyond one (batch): ``further target`` and ``further
+      round``, and of a draft's pass ``further pass/D``. The other terms are charged at the sum of
+      their rows and contexts.
     - Of an engine that serves many requests at once: ``step`` (batch), ``step target`` (rows
       verified, tokens in all caches) and ``step prompts`` (rows); with a loaded draft ``step
       draft/D`` (passes, batch), also at 0 passes, and ``step draft prompts/D`` (rows).
@@ -39,6 +42,7 @@ class Costs:
 
     if TYPE_CHECKING:
         terms: dict[str, CostTable]
+        environment: dict[str, Any]
         check: dict[str, Any]
 
     def seconds(self, term: str, **places: npt.ArrayLike) -> FloatArray:

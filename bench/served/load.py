@@ -51,8 +51,9 @@ from spectune.optimizer.recording.on_engine import Turns, execute
 from spectune.optimizer.recording.record import PanoramaSpec
 from spectune.optimizer.replay.loads import Objective, Served, loads_of
 from spectune.optimizer.replay.served_costs import costs_of_engine
-from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench, served_of
-from spectune.optimizer.tuning.load_search import LoadStudy
+from spectune.optimizer.tuning.engine_bench import EngineBench, engine_bench
+from spectune.optimizer.tuning.load_search import TokenStudy
+from spectune.optimizer.tuning.under_load import served_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.traces.store import TraceStore
@@ -245,7 +246,7 @@ def search(trace: str | None, passes: int, turns: int, quick: bool) -> Figures:
         lab = servers.lab(info)
         # The table is of a server that keeps its draft.
         costs = replace(lab.costs, passes={DRAFT: lab.costs.passes[DRAFT]})
-        table = LoadStudy(replace(lab, costs=costs)).run().policy
+        table = TokenStudy(replace(lab, costs=costs)).run().policy
         rate, loads = servers.loads(lab, *([trace] if trace else []))
         about = {
             "engine": "vllm",

@@ -28,7 +28,7 @@ from spectune.runtime.rendered import rendered_before
 from spectune.runtime.text_codec import TextCodec, check_conversations, load_codec
 from spectune.runtime.text_ends import end_notes
 from spectune.settings import OnDevice, OnWorkload, WithPolicy
-from spectune.traces.errors import EngineError, WorkloadError
+from spectune.traces.errors import WorkloadError
 from spectune.traces.schema import Workload
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
@@ -134,16 +134,6 @@ def plan_of(
 
 
 # -------------------------------------------------------------------------------- on another engine
-
-
-def check_engine(s: Any, concurrency: int) -> None:
-    """Raises EngineError for an engine that cannot do what is asked, before anything is read."""
-    engine = engine_named(s.engine)
-    if concurrency > 1 and not engine.batches:
-        raise EngineError(
-            f"--concurrency {concurrency}: the native decoder serves one request at a time; "
-            "--engine vllm serves many"
-        )
 
 
 class ServedWorkload:

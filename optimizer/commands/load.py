@@ -13,7 +13,10 @@ from spectune.optimizer.commands.common import (
 )
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.deployment import Place
-from spectune.optimizer.replay.loads import Objective, Served
+from spectune.optimizer.replay.batches import Seating, serve_decoder
+from spectune.optimizer.replay.loads import Objective, Served, loads_of
+from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.engine_bench import EngineBench, constant, engine_bench
 from spectune.optimizer.tuning.load_bench import (
     LoadBench,
@@ -21,14 +24,20 @@ from spectune.optimizer.tuning.load_bench import (
     about_bench,
 )
 from spectune.optimizer.tuning.load_search import LoadTrial
+from spectune.optimizer.tuning.pair_load import PairLoadBench
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
-from spectune.settings import PoliciesActivate, Simulate, Tune
+from spectune.runtime.policies.plan import prepare
+from spectune.settings import LoadSettings, PoliciesActivate, Simulate, Tune
+from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Recording
+from spectune.traces.tables import LatencyProfile, Recording
 
 OFF: Final = "off (no draft loaded)"
 IDLE: Final = "draft loaded, 0 tokens"
+USUAL_SEATS: Final = 8
+MOST_SEATS: Final = 64
+"""Of the native decoder under a load."""
 EXTRAPOLATED: Final = 0.25
 """Share of a load's steps from which on it is said that such batches were not recorded."""
 
@@ -72,6 +81,57 @@ def simulate_under_load(
         rows.append(row)
     title = f"{policy.label()} on {info.engine} (predicted)"
     return Result("", data, rows, [Table(rows, title=title)])
+
+
+def simulate_decoder(
+    store: TraceStore,
+    info: Recording,
+    policy: Policy,
+    profile: LatencyProfile | None,
+    s: Simulate,
+    talk: Talk,
+) -> Result:
+    """The figures of one policy on the native decoder, a row for each load, beside the tokens/s of
+    no draft."""
+    talk.no_effect(s, "on one policy", "load.objective")
+    if profile is None:
+        raise PolicyError(
+            "no latency profile of this pair and device in the recording's dtype, so what steps of "
+            "several requests cost is not known: `profile --concurrency N` measures it"
+        )
+    objective = Objective("throughput", s.load.ttft, s.load.tpot)
+    opened = open_trace(store, info.id, [policy])
+    count, find = s.limit or len(opened.ordinals), fitted(store, info.pair_id)
+    seats = seats_of(s.load)
+    loads = loads_of(s.load.arrivals or "", (), count, s.limit, unit=s.load.unit, tell=talk.tell)
+    note_missing_panoramas(info, len(opened.ordinals), talk)
+    plans = {
+        one.id: prepare(one, drafts_named(one), profile=profile, artifacts=find)
+        for one in (policy, AUTOREGRESSIVE)
+    }
+    rows, shown = [], []
+    for name, load in loads.items():
+        one, off = (
+            serve_decoder(opened.trace, plan, load, Seating(seats), profile, count=count)
+            for plan in plans.values()
+        )
+        figures = {"load": name, **one.to_json(objective), "off": off.to_json(objective)}
+        rounds, accepted, _ = one.counts.sum(0).tolist()
+        shown.append(figures)
+        rows.append({
+            **_row(name, one.served, objective),
+            "batch": float(one.steps[:, 0].mean()),
+            "tau": 1 + accepted / max(1, rounds),
+            "tokens/s no draft": off.served.tokens_per_s,
+        })  # fmt: skip
+    about = {"recording": info.id, "engine": "native", "kind": "simulated", "seats": seats}
+    data = {**about, "policy": policy.label(), "policy_id": policy.id, "loads": shown}
+    title = f"{policy.label()} on the native decoder, up to {seats} requests at once (predicted)"
+    return Result("", data, rows, [Table(rows, title=title)])
+
+
+def drafts_named(policy: Policy) -> list[str]:
+    return [each.draft for each in policy.candidates]
 
 
 def _without_drafting(bench: EngineBench, policy: Policy) -> dict[str, Policy]:
@@ -120,6 +180,40 @@ def search_result(search: LoadSearch, talk: Talk, restart: str = "") -> Result:
         )
     table = Table(rows, title=f"best constant by load on {bench.info.engine} (predicted)")
     return Result("\n".join(lines), search.to_json(), rows, [table])
+
+
+def seats_of(load: LoadSettings) -> int:
+    """Requests that the native decoder serves at once: as is said, else the clients, else 8."""
+    if load.seats is not None:
+        return load.seats
+    clients = 0
+    if (load.arrivals or "").startswith("clients:"):
+        clients = max(one.clients for one in loads_of(load.arrivals or "", (), 1).values())
+    return min(MOST_SEATS, clients) or USUAL_SEATS
+
+
+def pair_search_result(bench: PairLoadBench) -> Result:
+    """What was searched for the native decoder: the best constant of each load, and what is best
+    over all of them."""
+    study, proposed = bench.study, bench.proposed
+    assert study is not None
+    assert proposed is not None
+    rows = []
+    for name in bench.loads:
+        best = study.best_constant(name)
+        shares = {"proposed": proposed, "no draft": study.off}
+        beside = {column: _share(one, best, name) for column, one in shares.items()}
+        figures = _row(name, best.served[name], bench.objective)
+        rows.append({"load": name, "best constant": best.policy.label(), **figures, **beside})
+    text = (
+        f"{len(study.trials)} policies and tables simulated on {len(bench.parts.search)} texts, up "
+        f"to {bench.seats} requests at once. Best over these loads together: "
+        f"{proposed.policy.label()}"
+    )
+    data = {"loads": bench.by_load, "seats": bench.seats, "objective": bench.objective.kind}
+    data["simulated"] = len(study.trials)
+    table = Table(rows, title="best constant by load (predicted)")
+    return Result(text, data, rows, [table])
 
 
 def contexts_in_words(about: Mapping[str, Any]) -> str:

@@ -39,7 +39,6 @@ def _native(s: Profile, talk: Talk) -> Result:
     """Of the native decoder."""
     if not s.trees:
         talk.no_effect(s, "with --no-trees, as it says on which texts trees are", "recording")
-    talk.no_effect(s, "on the native decoder", "concurrency")
     with open_store(s, create=True) as store:
         spec = pair_of(s, store, s.recording)
         pair = load(s, spec, talk)
@@ -58,7 +57,8 @@ def _native(s: Profile, talk: Talk) -> Result:
                 contexts=tuple(sorted(set(s.contexts))) or served_contexts(texts),
                 repeats=s.repeats,
                 trees=s.trees,
-                progress=lambda what, done, total: talk.progress("profile", done, total),
+                requests=s.concurrency or 1,
+                progress=talk.progress,
             )
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         name = store.put_profile(measured)
@@ -120,7 +120,7 @@ def _on_engine(s: Profile, talk: Talk) -> Result:
         spec = pair_of(s, store, s.recording)
         prompts, source = _prompts(store, spec, s.recording)
         talk.tell(f"prompts of {source}")
-        design = Design(prompts, s.gamma_max or 8, s.concurrency, threads=s.threads)
+        design = Design(prompts, s.gamma_max or 8, s.concurrency or 8, threads=s.threads)
         recordings, left_out = profile_engine(
             store, spec, s.engine, spec.draft_names, design, say=talk.tell, progress=talk.progress
         )

@@ -15,7 +15,6 @@ from spectune.optimizer.commands.common import (
 from spectune.optimizer.commands.decoding import (
     NATIVE,
     ServedWorkload,
-    check_engine,
     fit_to,
     load,
     plan_of,
@@ -43,7 +42,6 @@ from spectune.traces.tables import Recording
 
 
 def record(s: Record, talk: Talk) -> Result:
-    check_engine(s, s.concurrency)
     on_engine = s.engine != NATIVE
     if s.resume and on_engine:
         raise ConfigError(
@@ -113,7 +111,9 @@ def _decode(
         plan = plan_of(store, pair, s.policy, options, profile, s.deployment, talk)
     what = (workload, options, panoramas, StaticSource(plan))
     with dask_workers(s.workers), pair.torch_threads():
-        info = record_texts(store, pair, *what, fresh=s.fresh, progress=talk.progress)
+        info = record_texts(
+            store, pair, *what, clients=s.concurrency, fresh=s.fresh, progress=talk.progress
+        )
     return info, pair
 
 

@@ -25,7 +25,6 @@ from spectune.optimizer.commands.common import (
 from spectune.optimizer.commands.decoding import (
     NATIVE,
     ServedWorkload,
-    check_engine,
     fit_to,
     load,
     plan_of,
@@ -33,7 +32,7 @@ from spectune.optimizer.commands.decoding import (
 )
 from spectune.optimizer.commands.outcomes import outcome_result
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.execute import DecodeOptions, encode, outcome
+from spectune.optimizer.execute import DecodeOptions, encode, outcome, run_together
 from spectune.optimizer.execute import run as execute
 from spectune.optimizer.generate import generate as stream
 from spectune.optimizer.in_force import watch
@@ -65,7 +64,6 @@ T = TypeVar("T", Decoded, Answered)
 
 def run(s: RunCommand, talk: Talk) -> Result:
     check_writable(s, outputs=s.outputs, per_round=s.per_round)
-    check_engine(s, s.concurrency)
     with open_store(s, create=True) as store:
         spec = pair_of(s, store)
         if s.policy != "active":
@@ -108,14 +106,25 @@ def _decode(store: TraceStore, spec: PairSpec, s: RunCommand, talk: Talk) -> Exe
         encoded = encode(pair, workload, options, drafts)
         about = recording_options(pair, options)
         recording = record_served(store, pair.id, spec, options, about, [policy])
-        executing = _tell_changes(execute(pair, source, encoded), talk)
+        together = s.concurrency > 1
+        executing = _tell_changes(
+            run_together(pair, source, encoded, s.concurrency)
+            if together
+            else execute(pair, source, encoded),
+            talk,
+        )
         decoded, writer = _gather("run", executing, len(encoded.items), s, talk, recording)
     shares, changes = shares_of(decoded), changes_of(decoded)
     dtype = str(pair.target.dtype).removeprefix("torch.")
     total = outcome(label_of(shares, changes), decoded)
     figures = (total, shares, pair.device.type, dtype, changes)
-    heads = {"heads": pair.hidden_states}
-    return Executed(pair, workload, decoded, writer, *figures, about=heads)
+    order = {request.id: n for n, (_, request) in enumerate(encoded.items)}
+    decoded.sort(key=lambda one: order[one.trajectory.request_id])
+    more: dict[str, Any] = {"heads": pair.hidden_states}
+    stored = {}
+    if together:
+        more["latency"], stored = latency_on(decoded), {"concurrency": s.concurrency}
+    return Executed(pair, workload, decoded, writer, *figures, stored=stored, about=more)
 
 
 def _tell_changes(executing: Iterable[Decoded], talk: Talk) -> Iterator[Decoded]:

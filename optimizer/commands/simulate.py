@@ -48,6 +48,13 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         policy = policy_named(store, s.policy, *where, talk)
         if s.load.arrivals is not None:
             keys = ("since", "profile", "per_round")
+            if info.engine == "native":
+                talk.no_effect(s, "under a load on the native decoder", "since", "per_round")
+                from spectune.optimizer.commands.load import simulate_decoder
+
+                dtype = info.options.get("dtype")
+                profile = store.profile_of(info.pair_id, s.profile, device=device, dtype=dtype)
+                return simulate_decoder(store, info, policy, profile, s, talk)
             talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
             # It reads what a search does, torch with it.
             from spectune.optimizer.commands.load import simulate_under_load

@@ -40,13 +40,15 @@ from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import EngineRun, check_options, prompts_of, record_on
 from spectune.optimizer.recording.processes import dask_workers
-from spectune.optimizer.replay.loads import objective_of
+from spectune.optimizer.replay.loads import loads_of, objective_of
+from spectune.optimizer.replay.trace import Opened
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.confirm import check_workload_size
 from spectune.optimizer.tuning.engine_bench import engine_bench
 from spectune.optimizer.tuning.load_bench import LoadBench, place_of, starting
 from spectune.optimizer.tuning.native import PairBench, TuneOptions, native_bench, native_place
+from spectune.optimizer.tuning.pair_load import PairLoadBench
 from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.pipeline import tune as run_tuning
 from spectune.optimizer.tuning.server_bench import connect, record_draft, server_bench
@@ -100,7 +102,11 @@ def tune(s: Tune, talk: Talk) -> Result:
 def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = None) -> Result:
     """Tunes as settings that are :func:`checked` say, in a store; on an engine without ``serve`` it
     searches alone."""
-    ready = {"native": on_decoder, "engine": on_engine, "server": on_server}[bench_of(s)]
+    bench_name = bench_of(s)
+    if bench_name == "engine" and s.engine is None and not s.serve and s.recording is not None:
+        bench_name = recording_meant(s, store, s.recording).engine
+    benches = {"native": on_decoder, "server": on_server}
+    ready = benches.get(bench_name, on_engine)
     with ready(store, s, talk, account or Account()) as (bench, place, options, restart):
         if isinstance(bench, LoadBench) and bench.start is None:
             result = under_load.search_result(bench.search, talk)
@@ -123,6 +129,10 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     else:
         assert isinstance(bench, PairBench)
         data["heads"], tail = bench.pair.hidden_states, ""
+    if isinstance(bench, PairLoadBench):
+        searched = under_load.pair_search_result(bench)
+        data = {**searched.data, **data}
+        lines, tables = [searched.text, *lines], [*searched.tables, *tables]
     where = f"in deployment {place.deployment} on {place.device}"
     lines.append(closing(tuned, where, _hints(tuned, page, place, s)) + tail)
     return Result("\n".join(lines), data, result.rows, tables, failed=failed)
@@ -147,8 +157,25 @@ def on_decoder(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iter
         name = _recorded(store, spec, s, talk, account).id
     with dask_workers(s.workers), pair.torch_threads():
         how: dict[str, Any] = {"progress": talk.progress, "clock": account.clock}
+        if s.load.arrivals is not None:
+            how |= {"make": partial(_under_load, s, talk), "requests": under_load.seats_of(s.load)}
         bench = native_bench(store, pair, workload or name or "", options, **how)
         yield Ready(bench, native_place(store, pair, s.deployment), bench.options)
+
+
+def _under_load(s: Tune, talk: Talk, *bench: Any, **how: Any) -> PairLoadBench:
+    """The native decoder's bench for the loads of the settings, over what was opened."""
+    opened: Opened = bench[1]
+    count = len(opened.ordinals)
+    read: dict[str, Any] = {"unit": s.load.unit, "tell": talk.tell}
+    return PairLoadBench(
+        *bench,
+        loads=loads_of(s.load.arrivals or "", (), count, s.requests.limit, **read),
+        objective=objective_of(s.load),
+        count=count,
+        seats=under_load.seats_of(s.load),
+        **how,
+    )
 
 
 @contextmanager

@@ -27,7 +27,11 @@ def bench_of(s: Tune) -> str:
     """The bench that settings mean, a key of :data:`spectune.settings.WHERE`."""
     if s.url is not None or s.folder is not None:
         return "server"
-    return "engine" if s.engine is not None or s.load.arrivals is not None or s.serve else "native"
+    if s.engine is not None or s.serve:
+        return "engine"
+    # A recording says itself what engine it is of.
+    recorded = s.recording is not None or s.since is not None
+    return "engine" if s.load.arrivals is not None and recorded else "native"
 
 
 def checked(s: T, talk: Talk) -> T:
@@ -48,10 +52,9 @@ def checked(s: T, talk: Talk) -> T:
             "--engine and --serve tune for a load: say --arrivals poisson:RATE, clients:N, "
             "recorded or a CSV"
         )
-    if bench == "engine" and s.engine is None and not recorded:
+    if bench == "native" and (s.load.arrivals or "").partition("@")[0] == "recorded":
         raise ConfigError(
-            "--arrivals: the native decoder serves one request at a time; name the engine whose "
-            "traffic is meant: --engine vllm, or --recording"
+            "--arrivals recorded: name whose traffic is meant: --engine vllm, or --recording"
         )
     objective_of(s.load)
     if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
@@ -59,6 +62,7 @@ def checked(s: T, talk: Talk) -> T:
     here = {bench} | ({"executed"} if bench != "engine" or s.serve else set())
     here |= {"since"} if s.since is not None else set()
     here |= set() if recorded or bench == "engine" else {"texts"}
+    here |= {"load"} if s.load.arrivals is not None else set()
     if idle := idle_options(s, here):
         talk.tell(f"no effect: {idle}")
     if s.report != "none":

@@ -15,6 +15,7 @@ from spectune.engines.abilities import Engine
 from spectune.engines.engine import Answered, Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, counts_of
 from spectune.optimizer.recording.record import put_policies
+from spectune.runtime.decoder import Decoded
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.progress import Progress, silent
@@ -184,11 +185,12 @@ def outcome_on(policy: str, answered: Iterable[Answered]) -> Outcome:
     return Outcome(policy, "executed", tuple(sorted(rows, key=lambda row: row.request_id)))
 
 
-def latency_on(answered: Iterable[Answered]) -> dict[str, Any] | None:
+def latency_on(answered: Iterable[Answered | Decoded]) -> dict[str, Any] | None:
     """What a user waited for, waiting to be admitted included
     (:func:`traces.schema.latency_json`)."""
     timed = []
-    for a in answered:
-        waited = a.first_token_s - a.arrived_s, a.finished_s - a.arrived_s
+    for a in (one for one in answered if one.steps):
+        arrived_s, steps = a.steps[0].arrived_s, a.steps
+        waited = steps[0].ended_s - arrived_s, steps[-1].ended_s - arrived_s
         timed.append((*waited, len(a.trajectory.output_ids)))
     return latency_json(timed)

@@ -11,9 +11,8 @@ from typing import Any
 
 from spectune.db.database_errors import DatabaseError
 from spectune.engines.abilities import engine_named
-from spectune.optimizer.execute import DecodeOptions, Encoded, encode, warm
+from spectune.optimizer.execute import DecodeOptions, Encoded, encode, run, run_together
 from spectune.optimizer.recording.processes import on_every_core
-from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.runtime.pair import PairSpec
@@ -80,17 +79,18 @@ def record(
     spec: PanoramaSpec,
     source: PolicySource,
     *,
+    clients: int = 1,
     fresh: bool = False,
     reuse_complete: bool = False,
     progress: Progress = silent,
 ) -> Recording:
-    """Decodes and stores every request, then the panoramas of its texts; what is stored already is
-    not done again.
+    """Decodes and stores every request, ``clients`` at a time, then the panoramas of its texts;
+    what is stored already is not done again.
 
     A recording that was begun with the same arguments and not finished is resumed, unless
     ``fresh``; with ``reuse_complete`` a finished one counts as well. The policy in ``source``
     changes how fast this goes, never what is recorded. Every request is committed as it
-    ends, so that a kill loses at most the one in hand.
+    ends, so that a kill loses at most those in hand.
     """
     encoded = encode(pair, workload, options, spec.drafts)
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
@@ -100,7 +100,7 @@ def record(
         info = store.find_recording(request, state="complete")
     info = info or store.create_recording(request)
     put_policies(store, [source.current().policy])
-    _decode(store, pair, info.id, encoded, Decoder(pair, source, options.verifier), progress)
+    _decode(store, pair, info.id, encoded, source, clients, progress)
     record_panoramas(store, pair, info.id, spec, progress=progress)
     if info.state != "complete":
         store.finish_recording(info.id)
@@ -112,20 +112,27 @@ def _decode(
     pair: LoadedPair,
     recording: str,
     encoded: Encoded,
-    decoder: Decoder,
+    source: PolicySource,
+    clients: int,
     progress: Progress,
 ) -> None:
     """Decodes and stores the requests whose texts a recording lacks."""
-    stored, is_warm = store.recorded_ordinals(recording), False
-    for ordinal, (item, request) in enumerate(encoded.items):
-        if ordinal in stored:
-            continue
-        if not is_warm:
-            warm(pair, encoded)
-            is_warm = True
-        decoded = decoder.decode(request, item.category)
+    stored, total = store.recorded_ordinals(recording), len(encoded.items)
+    lacking = {
+        request.id: ordinal
+        for ordinal, (_, request) in enumerate(encoded.items)
+        if ordinal not in stored
+    }
+    if not lacking:
+        return
+    items = tuple(item for n, item in enumerate(encoded.items) if n not in stored)
+    part = replace(encoded, items=items)
+    together = run_together(pair, source, part, clients) if clients > 1 else None
+    decoding = together or run(pair, source, part)
+    for done, decoded in enumerate(decoding, total - len(lacking) + 1):
+        ordinal = lacking[decoded.trajectory.request_id]
         store.append_trajectory(recording, ordinal, decoded.trajectory, decoded.steps)
-        progress("decode", ordinal + 1, len(encoded.items))
+        progress("decode", done, total)
 
 
 def record_panoramas(

@@ -208,4 +208,4 @@ def batch_seconds(costs: BatchCosts, p: int, step: StepRows) -> float:
     seconds += _at(costs.contexts, costs.target, verified[0], verified[3])
     seconds += _along(costs.target_sampled, verified[1]) + costs.emitted * verified[5]
     seconds += costs.round[p, 1 if passes > 0 else 0] + costs.further[verified[4]]
-    return seconds
+    return float(seconds)

@@ -52,8 +52,8 @@ def run_replay(
     PolicyError if the policy needs costs and there is no profile.
     """
     if isinstance(policy, LoadPolicy):
-        options = {"per_round": per_round, "approximate": approximate, "state": state}
-        alone = run_replay(trace, policy.at(1), profile, artifacts=artifacts, **options)
+        how: Any = {"per_round": per_round, "approximate": approximate, "state": state}
+        alone = run_replay(trace, policy.at(1), profile, artifacts=artifacts, **how)
         return replace(alone, policy=policy)
     if isinstance(policy, PromptPolicy):
         chosen = {"per_round": per_round, "approximate": approximate}

@@ -257,6 +257,8 @@ def _positions(acceptance: Mapping[str, Sequence[float]]) -> Panel:
 
 def family(document: Json) -> str:
     """What a policy drafts with, and how, e.g. ``small: EAGLE-2 trees``."""
+    if document.get("by_load"):
+        return "tables by load"
     draft, growth = document.get("draft"), document.get("growth", {}).get("kind", "chain")
     kind = "chains" if growth == "chain" else TREES.get(growth, growth)
     bins = ", entropy bins" * bool(document.get("stratify"))

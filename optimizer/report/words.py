@@ -38,6 +38,9 @@ def counted(number: int, unit: str) -> str:
 
 def policy_in_words(document: Json) -> str:
     """What a policy (its spelled-out document) does, e.g. ``small drafts 4 tokens a round``."""
+    if by_load := document.get("by_load"):
+        entries = (f"from {n} requests on {policy_in_words(p)}" for n, p in by_load.items())
+        return f"by the number of running requests: {'; '.join(entries)}"
     draft = document.get("draft", "none")
     if by_prompt := document.get("by_prompt"):
         each = [{**document, "by_prompt": None}, *by_prompt["others"]]

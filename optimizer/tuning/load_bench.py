@@ -12,9 +12,10 @@ from spectune.engines.engine import Running, Wanted
 from spectune.engines.start import start
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.tuning.bench import Proposals, RecordedTexts, Tunable
-from spectune.optimizer.tuning.engine_bench import EngineBench, LoadOutcome
-from spectune.optimizer.tuning.load_search import TRIALS, LoadStudy, LoadTrial
+from spectune.optimizer.tuning.engine_bench import EngineBench
+from spectune.optimizer.tuning.load_search import TRIALS, LoadTrial, TokenStudy
 from spectune.optimizer.tuning.pipeline import Raced
+from spectune.optimizer.tuning.under_load import LoadOutcome, UnderLoad
 from spectune.runtime.hardware import sees_cuda
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -49,7 +50,7 @@ class LoadBench(EngineBench, Tunable):
         """Draft tokens by batch size, searched and stored. Raises PolicyError where no step that
         drafts was recorded."""
         with self.timed("search"):
-            study = LoadStudy(self, self.trials, self.seed, self.progress)
+            study = TokenStudy(self, self.trials, self.seed, self.progress)
             trial = study.run()
         ranked = sorted(study.trials.values(), key=lambda one: -one.value)
         document = {
@@ -95,7 +96,7 @@ class LoadSearch:
     under."""
 
     bench: LoadBench
-    study: LoadStudy
+    study: TokenStudy
     trial: LoadTrial
     study_id: str
 
@@ -168,7 +169,7 @@ def about_bench(bench: EngineBench) -> dict[str, Any]:
     }
 
 
-def by_load(bench: EngineBench, raced: Raced) -> list[dict[str, Any]]:
+def by_load(bench: UnderLoad, raced: Raced) -> list[dict[str, Any]]:
     """Of each candidate what was predicted and measured of each load in the race."""
     rows = []
     for candidate in {c.policy.id: c for c in raced.candidates}.values():

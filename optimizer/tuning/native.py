@@ -129,17 +129,20 @@ def native_bench(
     source: Workload | str,
     options: TuneOptions,
     *,
+    make: Callable[..., PairBench] | None = None,
+    requests: int = 1,
     progress: Progress = silent,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairBench:
     """The native decoder as a bench, over a workload (recorded, resumed, or found recorded) or a
     recording (its id), whose texts say by what sampling and verifier. The power of its confirmation
-    is told before any work. Raises TraceError for too few requests, and where an engine sampled the
-    texts."""
+    is told before any work. ``make`` makes the bench (None: that of one request at a time), which
+    serves up to ``requests`` at once. Raises TraceError for too few requests, and where an engine
+    sampled the texts."""
     began = clock()
     if isinstance(source, Workload):
-        requests = source.requests
-        categories, of = [r.category for r in requests], conversations([r.id for r in requests])
+        asked = source.requests
+        categories, of = [r.category for r in asked], conversations([r.id for r in asked])
         tell_power(options, categories, split(categories, of.tolist()), of)
         name = _record(store, pair, source, options, progress)
     else:
@@ -167,12 +170,15 @@ def native_bench(
         options.drafts_of(pair),
         gamma_max=options.gamma_max,
         trees=grows,
+        requests=requests,
         trajectories=opened.trace.trajectories,
         since=store.clock() if options.fresh else None,
         tell=options.tell,
         progress=progress,
     )
-    bench = PairBench(recording, opened, profile, options, prices_trees=grows, clock=clock)
+    bench = (make or PairBench)(
+        recording, opened, profile, options, prices_trees=grows, clock=clock
+    )
     bench.seconds.update(record=recorded_s, profile=clock() - began - recorded_s)
     recording.tell_hardly_accepted(pair.chain_drafts)
     return bench
@@ -297,7 +303,8 @@ class PairBench(NativeBench, Tunable):
     def take(self, opened: Opened) -> None:
         """Replays this trace from here on."""
         self.trace, self.ordinals = opened.trace, opened.ordinals
-        self.__dict__.pop("_traces", None)
+        for tabulated in ("_traces", "_unit_traces"):
+            self.__dict__.pop(tabulated, None)
         categories = [t.category for t in self.trace.trajectories]
         of, name = self.trace.conversations.tolist(), self.recording.id
         fit, search, *rest = recorded_parts(self.recording.store, name, self.ordinals)

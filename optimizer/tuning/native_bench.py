@@ -10,7 +10,7 @@ from functools import cached_property
 from spectune.optimizer.execute import Executor, encode_recorded
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import ReplayTrace
-from spectune.optimizer.tuning.bench import Bench, PartName, Prediction
+from spectune.optimizer.tuning.bench import Bench, Execution, PartName, Prediction
 from spectune.optimizer.tuning.parts import Parts
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.artifacts import Artifacts
@@ -54,7 +54,7 @@ class NativeBench(Bench):
         return Prediction(replay.seconds, replay.total.tokens_per_s, replay)
 
     @contextmanager
-    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[Executor]:
+    def execute(self, policies: Sequence[Policy], part: PartName) -> Iterator[Execution]:
         texts = [self.trace.trajectories[i] for i in getattr(self.parts, part)]
         yield Executor(
             self.pair,

@@ -55,7 +55,7 @@ class PairSearch:
         # Their chains are recorded as trees of width 1.
         self.heads = tuple(d for d in self.drafts if d not in self.chains)
 
-    def run(self) -> Proposals:
+    def searched(self) -> SearchStudy:
         """Replays chains; records trees where they could win; fits what policies need; searches the
         joint space."""
         timed = self.bench.timed
@@ -66,7 +66,11 @@ class PairSearch:
         with timed("fit"):
             self.fit()
         with timed("search"):
-            study = self.search(self.options.trials)
+            return self.search(self.options.trials)
+
+    def run(self) -> Proposals:
+        """The best of the joint space, and a choice by prompt where that is asked for."""
+        timed, study = self.bench.timed, self.searched()
         choice, why = None, ""
         if self.options.by_prompt:
             with timed("chooser"):

@@ -219,8 +219,13 @@ def fit_profile(
     """``profile`` with terms fitted to steps and prefills."""
     drafting, verification, rest = zip(*map(step_shares, steps), strict=True)
     first: list[MeasuredRound] = [step[0] for step in steps]
-    drafted_s = [r.draft_s for load, r in zip(drafting, first, strict=True) if load]
-    rest_s = [max(1e-7, r.round_s - r.draft_s - r.verify_s) for r in first]
+    # A round whose text is about to end drafts nothing beside others that do.
+    longest = [max(r.draft_s for r in step) for step in steps]
+    drafted_s = [seconds for load, seconds in zip(drafting, longest, strict=True) if load]
+    rest_s = [
+        max(1e-7, r.round_s - draft_s - r.verify_s)
+        for r, draft_s in zip(first, longest, strict=True)
+    ]
     terms: dict[str, CostTable] = {}
     for loads, seconds in (
         ([p.shares() for p in prefills], [p.seconds for p in prefills]),
