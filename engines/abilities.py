@@ -56,8 +56,8 @@ class Engine:
     how a new policy comes into force. ``prefill_emits``: the pass over the prompt yields the first
     token by itself, so that the first round that drafts begins after it. ``past_end``: the last
     round of a request may draft past its ``max_tokens``. ``rules``: how it fills its steps; None:
-    it serves one request at a time. ``own_noise``: above temperature 0 a text is a function of its
-    request's seed, whatever runs beside."""
+    that is the loop itself (:func:`runtime.loop.decode_steps`). ``own_noise``: above temperature 0
+    a text is a function of its request's seed, whatever runs beside."""
 
     name: str
     title: str
@@ -71,14 +71,9 @@ class Engine:
     own_noise: bool = False
 
     @property
-    def batches(self) -> bool:
-        """Whether it decodes many requests at a time."""
-        return self.rules is not None
-
-    @property
     def by_load(self) -> bool:
-        """Whether the number of draft tokens may follow the batch."""
-        return self.windows is not None and "by_load" in self.windows
+        """Whether what is drafted may follow the number of running requests."""
+        return self.windows is None or "by_load" in self.windows
 
     @property
     def trees(self) -> bool:
@@ -223,13 +218,11 @@ def engine_named(name: str) -> Engine:
 
 def rules_of(engine: str, found: Mapping[str, Any] | None = None) -> ServingRules:
     """An engine's rules, with what a recording says of its server. Raises TraceError for an engine
-    that serves one request at a time."""
+    whose rules are not known."""
     rules = ENGINES[engine].rules if engine in ENGINES else None
     if rules is None:
-        known = ", ".join(name for name, of in ENGINES.items() if of.batches)
-        raise TraceError(
-            f"load is simulated for {known}, not for {engine!r}, which serves one request at a time"
-        )
+        known = ", ".join(name for name, of in ENGINES.items() if of.rules is not None)
+        raise TraceError(f"an engine's load is simulated for {known}, not for {engine!r}")
     return rules._replace(
         **{name: value for name, value in (found or {}).items() if name in ServingRules._fields}
     )

@@ -301,6 +301,10 @@ def by_the_loop(
     return members, ends
 
 
+BY_TOKENS = {"draft": "near", "window": {"kind": "by_load", "gamma": {"1": 5, "2": 3, "4": 0}}}
+"""A table of draft tokens alone."""
+
+
 def a_table(numbers: Sequence[int], loads: Sequence[int]) -> dict[str, Any]:
     """A policy, or a table by load of several."""
     if len(numbers) == 1:
@@ -359,8 +363,9 @@ def test_steps_are_those_of_the_loop_over_a_trace(
         a_table((11, 2, 0), (3, 5)),
         a_table((10, 12, 5), (2, 4)),
         a_table((3, 8), (3,)),
+        BY_TOKENS,
     ],
-    ids=["fsm", "tree", "head, chain, none", "bins, head, cache", "ngram, heuristic"],
+    ids=["fsm", "tree", "head, chain, none", "bins, head, cache", "ngram, heuristic", "tokens"],
 )
 @pytest.mark.parametrize("clients", [1, 3, 6])
 def test_steps_are_those_of_models(

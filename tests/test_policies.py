@@ -59,6 +59,10 @@ def window(**fields: Any) -> dict[str, Any]:
         ({"by_load": {"1": {}}, "draft": "a"}, "'draft' belongs into an entry"),
         ({"by_load": {"1": {"by_load": {"1": {}}}}}, "by_load.1: unknown key 'by_load'"),
         ({"by_load": {"1": {}, "4": {"draft": "a", "window": 3}}}, "by_load.4.window"),
+        (
+            {"by_load": {"1": window(kind="by_load", gamma={"1": 2})}},
+            "an entry of by_load is one policy, not another table",
+        ),
         ({"draft": "a", "by_promt": {}}, "'by_promt'; did you mean 'by_prompt'"),
         ({"draft": "a", "x": 1}, "'x'; known keys: by_prompt, draft, growth, select, shortlist"),
         ({"draft": "x\n"}, "draft: only characters that can be printed are possible (given: 'x"),

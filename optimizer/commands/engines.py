@@ -25,7 +25,6 @@ def engines(s: Engines, talk: Talk) -> Result:
             "runs": e.policies,
             "by_load": e.by_load,
             "trees": e.trees,
-            "batches": e.batches,
             "new_policy": e.swap,
         }
         for e in ENGINES.values()

@@ -52,10 +52,14 @@ class Stored(BaseModel):
         return document
 
 
+def _document(policy: Policy) -> dict[str, Any]:
+    return policy.spelled_out()
+
+
 class NamedPolicy(Stored):
     """A policy, with its id and label."""
 
-    policy: Annotated[Policy, PlainValidator(_policy), PlainSerializer(Policy.spelled_out)]
+    policy: Annotated[Policy, PlainValidator(_policy), PlainSerializer(_document)]
 
     @computed_field  # type: ignore[prop-decorator]
     @property

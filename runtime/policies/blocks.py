@@ -118,7 +118,7 @@ class ByLoadWindow(Block):
     """A constant window for each load: ``gamma`` maps least batch sizes (requests in a step) to the
     tokens then drafted, as ``{"1": 5, "4": 3, "16": 0}``: 5 up to 3 requests, none from 16 on.
     ``contexts`` has other such tables from a context length on (the mean of the running requests').
-    A decoder of one request at a time drafts what ``gamma`` has for 1."""
+    The native decoder goes by the number of requests alone."""
 
     kind: Literal["by_load"]
     gamma: ByBatch

@@ -309,8 +309,9 @@ class LoadPolicy(Policy):
     @field_validator("by_load")
     @classmethod
     def _ascending(cls, table: dict[int, Policy]) -> dict[int, Policy]:
-        if any(isinstance(policy, (PromptPolicy, LoadPolicy)) for policy in table.values()):
-            raise ValueError("an entry of by_load is one policy, not another table or choice")
+        for policy in table.values():
+            if isinstance(policy, LoadPolicy) or isinstance(policy.window, ByLoadWindow):
+                raise ValueError("an entry of by_load is one policy, not another table")
         return dict(sorted(table.items()))
 
     def __hash__(self) -> int:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from spectune.runtime.costs import window_costs
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.by_prompt import Chooser, stored_chooser
-from spectune.runtime.policies.document import LoadPolicy, Policy, PromptPolicy
+from spectune.runtime.policies.document import (
+    ByLoadWindow,
+    FixedWindow,
+    LoadPolicy,
+    Policy,
+    PromptPolicy,
+)
 from spectune.runtime.policies.rules import ShortlistRule, compile_shortlist, compile_tree
 from spectune.runtime.policies.stops import CompiledStop, compile_stop
 from spectune.runtime.policies.windows import CompiledWindow, compile_window
@@ -105,6 +111,12 @@ def prepare(
             return replace(plans[0], policy=policy, loads=(*policy.by_load,), candidates=plans)
         chooser = stored_chooser(policy, artifacts)
         return replace(plans[0], policy=policy, chooser=chooser, candidates=plans)
+    if isinstance(window := policy.window, ByLoadWindow):
+        options = {"profile": profile, "version": version, "artifacts": artifacts}
+        fixed = [policy.model_copy(update={"window": FixedWindow(gamma=n)})
+                 for n in window.gamma.values()]  # fmt: skip
+        plans = tuple(replace(prepare(each, drafts, **options), policy=policy) for each in fixed)
+        return replace(plans[0], loads=(*window.gamma,), candidates=plans)
     if policy.draft != "none" and policy.draft not in drafts:
         names = ", ".join(sorted(drafts))
         raise PolicyError(f"draft: this pair has no draft {policy.draft!r}; it has: {names}")

@@ -34,7 +34,6 @@ import numpy.typing as npt
 from spectune.runtime.policies import on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
-    ByLoadWindow,
     CacheFsmWindow,
     FixedWindow,
     HeuristicWindow,
@@ -149,9 +148,8 @@ def compile_window(window: Window, round_s: FloatArray | None = None) -> Compile
     ``round_s``: seconds of a round by its window, at least for 0..gamma_max
     (:func:`runtime.costs.window_costs`). Raises PolicyError where the window needs costs and there
     are none."""
-    if isinstance(window, (FixedWindow, ByLoadWindow)):  # of one request at a time
-        gamma = window.gamma if isinstance(window, FixedWindow) else window.at(1)
-        return CompiledWindow(FIXED, WindowLimits(gamma, gamma, gamma))
+    if isinstance(window, FixedWindow):
+        return CompiledWindow(FIXED, WindowLimits(window.gamma, window.gamma, window.gamma))
     if isinstance(window, HeuristicWindow):
         limits = WindowLimits(1, window.gamma_max, window.first)
         return CompiledWindow(HEURISTIC, limits, carries=not window.transient)
