@@ -30,7 +30,7 @@ from bench import RESULTS, ROOT
 Figures = dict[str, Any]
 Part = Callable[[bool], Any]
 
-EXACT = ("lossless", "rounding", "kills")
+EXACT = ("lossless", "rounding", "together", "kills")
 """Checks that do not read the clock, the longest first."""
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = {name: f"checks.{name}" for name in (*EXACT, *TIMED)}

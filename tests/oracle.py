@@ -176,9 +176,9 @@ class TraceBackend:
 class EachAlone:
     """The loop's backend over one of each request's own, which draft and verify for it alone."""
 
-    def __init__(self, backend_of: Callable[[DecodeRequest], TraceBackend | Timed]) -> None:
+    def __init__(self, backend_of: Callable[[DecodeRequest], Any]) -> None:
         self._backend_of = backend_of
-        self._of: dict[Turn, TraceBackend | Timed] = {}
+        self._of: dict[Turn, Any] = {}
 
     def admit(self, turn: Turn, plan: Plan) -> bool:
         self._of[turn] = self._backend_of(turn.request)

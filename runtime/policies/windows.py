@@ -34,6 +34,7 @@ import numpy.typing as npt
 from spectune.runtime.policies import on_the_fly
 from spectune.runtime.policies.document import (
     AnalyticWindow,
+    ByLoadWindow,
     CacheFsmWindow,
     FixedWindow,
     HeuristicWindow,
@@ -148,6 +149,7 @@ def compile_window(window: Window, round_s: FloatArray | None = None) -> Compile
     ``round_s``: seconds of a round by its window, at least for 0..gamma_max
     (:func:`runtime.costs.window_costs`). Raises PolicyError where the window needs costs and there
     are none."""
+    assert not isinstance(window, ByLoadWindow)  # a table of constants, each compiled by itself
     if isinstance(window, FixedWindow):
         return CompiledWindow(FIXED, WindowLimits(window.gamma, window.gamma, window.gamma))
     if isinstance(window, HeuristicWindow):
