@@ -38,6 +38,7 @@ MEASUREMENTS = {
     "nulls": "checks.nulls",
     "speed": "checks.speed",
     "batches": "checks.batches",
+    "load_native": "checks.load_native",
     "papers": "papers.replayed",
     "papers_executed": "papers.executed",
     "map": "map.cells",

@@ -381,11 +381,13 @@ def serve_decoder(
     *,
     count: int | None = None,
     members: bool = False,
+    costs: BatchCosts | None = None,
 ) -> Simulated:
     """Serves the requests of a trace under a load: in order, from the first again where there are
-    fewer than arrivals, or than the ``count`` that clients send (by default each once). Without a
-    profile everything takes no time. ``members`` int64 [rounds, 5]: step, request, the number of
-    the policy in a table by load, drafted and accepted tokens.
+    fewer than arrivals, or than the ``count`` that clients send (by default each once). Steps take
+    what the ``profile`` says, or the ``costs`` that are given; without both no time. ``members``
+    int64 [rounds, 5]: step, request, the number of the policy in a table by load, drafted and
+    accepted tokens.
 
     Raises TraceError for a request that fits no extent, and where too little was recorded;
     PolicyError where the profile has no costs of several requests."""
@@ -407,7 +409,7 @@ def serve_decoder(
         text, arrived, clients, begins, trace.prompts, lengths, trace.budgets, trace.sampled
     )
     table, drafts = _table(trace, plan, seating.seats)
-    costs = _costs(trace, plan, drafts, seating.seats, profile)
+    costs = costs or _costs(trace, plan, drafts, seating.seats, profile)
     most = int(lengths[text].sum())
     found = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),

@@ -1,0 +1,346 @@
+"""Several requests on the native decoder: predicted against executed, and what pays by replay.
+
+    python bench/run.py load_native [--only executed|hardware] [--quick]
+
+``executed``: on this machine, policies take turns at several numbers of clients, pass after pass in
+another order, after one profile of steps of several requests. ``hardware``: at the costs of an
+H100, of two kinds, by replay of the demo pair's head: no draft, the best chain, chains that stop,
+the best tree, and a table by load of them, each chosen on one half of the requests and played on
+the other, both ways. For clients reading prompts is left out, as it is one pass a request whatever
+is drafted; requests that arrive pay for it. Ratios with 95% intervals, by drawing the requests that
+are played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.harness import say, state_folder
+from bench.lab import demo, recorded, replayable, requests, stored
+from bench.verdicts import prediction_errors
+from spectune.engines.engine import Load, Prompt, numbered
+from spectune.optimizer.decoder_engine import DecoderEngine
+from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.profiles import served_contexts
+from spectune.optimizer.recording.record import whole_texts
+from spectune.optimizer.replay.batch_costs import ROWS, BatchCosts
+from spectune.optimizer.replay.batches import Seating, serve_decoder
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.tuning.load_search import policies_by_load
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.policies.document import (
+    AUTOREGRESSIVE,
+    GAMMA_LIMIT,
+    LoadPolicy,
+    Policy,
+    parse_policy,
+)
+from spectune.runtime.policies.plan import prepare
+from spectune.runtime.profiling import measure_profile
+from spectune.traces.cost_table import FloatArray
+from spectune.traces.schema import Sampling
+
+RESULT = "load-native"
+FIXED = {"kind": "fixed", "gamma": 4}
+TREE = {"growth": {"kind": "top_k", "width": 4}, "select": {"top_n": 12}}
+EXECUTED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram 3": {"draft": "ngram", "window": {"kind": "fixed", "gamma": 3}},
+    "small 2": {"draft": "small", "window": {"kind": "fixed", "gamma": 2}},
+    "small 5": {"draft": "small", "window": {"kind": "fixed", "gamma": 5}},
+    "small fsm, stop": {
+        "draft": "small",
+        "window": {"kind": "fsm", "gamma_max": 8},
+        "stop": {"kind": "max_prob", "threshold": 0.4},
+    },
+    "small tree": {"draft": "small", "window": FIXED, **TREE},
+    "head tree": {"draft": "head", "window": FIXED, **TREE},
+}
+EXECUTED["by load"] = {
+    "by_load": {"1": EXECUTED["head tree"], "4": EXECUTED["small 2"], "12": EXECUTED["ngram 3"]}
+}
+
+
+class Size(NamedTuple):
+    """Texts, their tokens, clients, and passes of the executions; draws of the intervals."""
+
+    texts: int
+    tokens: int
+    clients: tuple[int, ...]
+    passes: int
+    draws: int
+
+
+FULL = Size(32, 48, (1, 4, 8, 16), 4, 40)
+QUICK = Size(12, 12, (1, 4), 2, 4)
+
+
+def opened(
+    size: Size, sampling: Sampling, name: str, quick: bool
+) -> tuple[LoadedPair, ReplayTrace]:
+    """The demo pair, and a recording of it with wide trees of every draft."""
+    pair = demo()
+    store = stored(state_folder(quick) / "load-native.db")
+    options = DecodeOptions(sampling, size.tokens)
+    drafts = pair.draft_names
+    recording = recorded(store, pair, requests(size.texts), options, drafts, 12, 8, 6)
+    say(f"{name}: recording {recording}")
+    return pair, replayable(store, pair, recording)
+
+
+# ---------------------------------------------------------------------------------------- executed
+
+
+def executed(quick: bool) -> dict[str, Any]:
+    """Tokens/s as predicted and as executed, by policy and clients."""
+    size = QUICK if quick else FULL
+    pair, trace = opened(size, Sampling(), "executed", quick)
+    texts = trace.trajectories
+    seats = max(size.clients)
+    profile = measure_profile(
+        pair,
+        gamma_max=8,
+        requests=seats,
+        texts=whole_texts(texts),
+        contexts=served_contexts(texts),
+        most=2,
+    )
+    engine = DecoderEngine(pair, seats, profile=profile)
+    prompts = [
+        Prompt("", t.category, tuple(t.prompt_ids.tolist()), seeded_as=t.request_id) for t in texts
+    ]
+    policies = {name: parse_policy(document) for name, document in EXECUTED.items()}
+    cells = [(clients, name) for clients in size.clients for name in policies]
+    each: dict[tuple[int, str], list[float]] = {cell: [] for cell in cells}
+    differ = 0
+    rng = np.random.default_rng(0)
+    for turn in range(size.passes):
+        say(f"pass {turn + 1} of {size.passes}")
+        for at in rng.permutation(len(cells)):
+            clients, name = cells[at]
+            count = max(8, 2 * clients)
+            how: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": size.tokens}
+            answers = list(
+                engine.execute(numbered(prompts, count), policies[name], Load(clients), **how)
+            )
+            seconds = max(a.finished_s for a in answers)
+            each[clients, name].append(sum(len(a.trajectory.output_ids) for a in answers) / seconds)
+            differ += sum(
+                a.trajectory.output_ids.tolist()
+                != texts[int(a.trajectory.request_id) % len(texts)].output_ids.tolist()
+                for a in answers
+            )
+    rows = []
+    for (clients, name), speeds in each.items():
+        plan = prepare(policies[name], pair.draft_names, profile=profile)
+        count = max(8, 2 * clients)
+        found = serve_decoder(trace, plan, Load(clients), Seating(seats), profile, count=count)
+        rows.append({
+            "clients": clients, "policy": name, "tokens_per_s": speeds,
+            "predicted_tokens_per_s": found.served.tokens_per_s,
+        })  # fmt: skip
+    ratios = [row["predicted_tokens_per_s"] / float(np.median(row["tokens_per_s"])) for row in rows]
+    factor = float(np.median(ratios))
+    plain, again = prediction_errors(rows, "tokens_per_s")
+    scaled = [abs(ratio / factor - 1) for ratio in ratios]
+    figures = {
+        "common_factor": factor,
+        "median_error": float(np.median(scaled)),
+        "p90_error": float(np.quantile(scaled, 0.9)),
+        "median_error_as_predicted": float(np.median(plain)),
+        "p90_error_as_predicted": float(np.quantile(plain, 0.9)),
+        "median_repeat_error": float(np.median(again)),
+        "texts_differ": differ,
+    }
+    say(str(figures))
+    return {**figures, "check": profile.check, "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------- hardware
+
+
+class Hardware(NamedTuple):
+    """Milliseconds: of the target's pass by rows (``target``), of a level of the draft, of a
+    request beside its rows, and of a step beside all."""
+
+    target: Callable[[FloatArray], FloatArray]
+    level: Callable[[FloatArray], FloatArray]
+    request: float
+    step: float
+
+
+def _flat(rows: FloatArray) -> FloatArray:
+    return np.maximum(4.98, 0.023 * rows) + 0.65 * np.minimum(1.0, rows / 64)
+
+
+def _sloped(rows: FloatArray) -> FloatArray:
+    """A third of a percent more for each row, as was measured."""
+    return np.maximum(4.98 + 0.0164 * rows, 1 + 0.023 * rows) + 0.65 * np.minimum(1.0, rows / 64)
+
+
+def _level(rows: FloatArray) -> FloatArray:
+    return np.maximum(0.36, 0.00115 * rows)
+
+
+HARDWARE = {
+    "H100, 8B": Hardware(_flat, _level, 0.059, 1.13),
+    "H100, 8B, sloped": Hardware(_sloped, _level, 0.059, 1.13),
+}
+CLIENTS = (1, 2, 4, 8, 16, 32, 64)
+TURNS = 4
+"""Requests of each client."""
+BUSY = 0.7
+"""Requests arrive at so much of what a server without a draft serves at the most clients."""
+
+
+def costs_at(hardware: Hardware, policies: int, drafts: int, *, prompts: bool) -> BatchCosts:
+    """The costs of steps at so many policies of a table, and of ``prompts`` or not."""
+    rows, seats = np.arange(ROWS + 1.0), max(CLIENTS)
+
+    def over(table: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        seconds = 1e-3 * table(rows)
+        seconds[0] = 0.0
+        return seconds
+
+    target, level = over(hardware.target), over(hardware.level)
+    chunk = np.arange(PREFILL_CHUNK + 1.0)
+    reading = 1e-3 * (hardware.target(chunk) + hardware.step)
+    prompt = np.where((chunk > 0) & prompts, reading, 0.0)
+    none = np.zeros((policies, ROWS + 1))
+    return BatchCosts(
+        contexts=np.array([0.0, 1.0]),
+        once=np.zeros((policies, GAMMA_LIMIT + 1)),
+        level=np.broadcast_to(level, (policies, 2, ROWS + 1)).copy(),
+        level_sampled=none,
+        further_pass=np.zeros((policies, seats + 1)),
+        target=np.stack([target, target]),
+        target_sampled=np.zeros(ROWS + 1),
+        tree=none,
+        drafted=np.zeros(policies),
+        emitted=0.0,
+        round=np.full((policies, 2), 1e-3 * hardware.step),
+        further=1e-3 * hardware.request * np.arange(seats + 1.0),
+        prompt=np.stack([prompt, *[np.zeros_like(prompt)] * drafts]),
+    )
+
+
+def kinds(draft: str) -> dict[str, list[Policy]]:
+    """What is chosen among, by kind."""
+    chains = [{"draft": draft, "window": {"kind": "fixed", "gamma": n}} for n in range(1, 9)]
+    stops = [
+        {**chains[7], "stop": {"kind": "joint_prob", "threshold": threshold}}
+        for threshold in (0.05, 0.15, 0.3, 0.5, 0.7)
+    ]
+    trees = [
+        {
+            "draft": draft,
+            "window": {"kind": "fixed", "gamma": depth},
+            "growth": {"kind": "top_k", "width": width},
+            "select": {"top_n": nodes},
+        }
+        for depth in (2, 3, 4, 6)
+        for width in (2, 4, 8)
+        for nodes in (2, 3, 4, 6, 8, 12, 20, 32, 60)
+        if nodes <= width * (1 + width * (depth - 1)) and nodes >= depth
+    ]
+    documents = {"chain": chains, "stops": stops, "tree": trees}
+    return {name: [parse_policy(d) for d in found] for name, found in documents.items()}
+
+
+class Played(NamedTuple):
+    """Tokens/s of a policy on some requests under a load."""
+
+    trace: ReplayTrace
+    pair: LoadedPair
+    hardware: Hardware
+
+    def __call__(self, policy: Policy, texts: Sequence[int], load: Load) -> float:
+        plan = prepare(policy, self.pair.draft_names)
+        drafts = {p.draft for p in policy.candidates if p.speculates}
+        arrive = len(load.arrivals)
+        costs = costs_at(self.hardware, len(plan.plans), len(drafts), prompts=arrive > 0)
+        count = arrive or max(len(texts), TURNS * load.clients)
+        trace, seating = self.trace.select(texts), Seating(max(CLIENTS))
+        found = serve_decoder(trace, plan, load, seating, None, count=count, costs=costs)
+        return found.served.tokens_per_s
+
+
+def hardware(quick: bool) -> dict[str, Any]:
+    """Tokens/s of what is best of each kind by clients, over no draft, over the best chain, and of
+    a table by load over the best of all that are alike at every load."""
+    size, rows = QUICK if quick else FULL, []
+    for sampling in (Sampling(), Sampling(1.0, seed=5)):
+        pair, trace = opened(size, sampling, "hardware", quick)
+        for name, costs in list(HARDWARE.items())[: 1 if quick else None]:
+            for row in by_clients(Played(trace, pair, costs), size):
+                rows.append({"hardware": name, "temperature": sampling.temperature, **row})
+                say(f"{name}, T={sampling.temperature:g}: {row}")
+    return {"rows": rows}
+
+
+def by_clients(play: Played, size: Size) -> Iterator[dict[str, Any]]:
+    """A row for each number of clients, and for requests that arrive."""
+    halves = [list(range(n, len(play.trace.trajectories), 2)) for n in (0, 1)]
+    each, rng = kinds("head"), np.random.default_rng(0)
+    chosen: list[dict[str, dict[int, Policy]]] = []
+    for fit in halves:
+        best: dict[str, dict[int, Policy]] = {name: {} for name in each}
+        for clients in CLIENTS:
+            for name, policies in each.items():
+                speeds = [play(policy, fit, Load(clients)) for policy in policies]
+                best[name][clients] = policies[int(np.argmax(speeds))]
+        chosen.append(best)
+    tables = [table_of(play, best, fit) for best, fit in zip(chosen, halves, strict=True)]
+    most = play(AUTOREGRESSIVE, halves[0], Load(max(CLIENTS)))
+    mean = np.mean([len(t.output_ids) for t in play.trace.trajectories])
+    loads: dict[str, tuple[int, Load]] = {f"clients:{n}": (n, Load(n)) for n in CLIENTS}
+    for share, like in ((0.1, 4), (0.4, 16), (BUSY, 32)):
+        gaps = rng.exponential(mean / (share * most), 4 * size.texts)
+        name = f"poisson at {share:.0%} of what no draft serves"
+        loads[name] = like, Load(arrivals=tuple(np.cumsum(gaps).tolist()))
+    for name, (like, load) in loads.items():
+        speeds: dict[str, list[list[float]]] = {}
+        for half, best, table in zip(halves[::-1], chosen, tables, strict=True):
+            policies = {"none": AUTOREGRESSIVE, **{k: of[like] for k, of in best.items()}}
+            policies["by load"] = table
+            drawn = [half, *(rng.choice(half, len(half)).tolist() for _ in range(size.draws))]
+            for key, policy in policies.items():
+                speeds.setdefault(key, []).append([play(policy, texts, load) for texts in drawn])
+        yield {"load": name, **figures_of(speeds)}
+
+
+def table_of(play: Played, best: Mapping[str, Mapping[int, Policy]], texts: list[int]) -> Policy:
+    """The best of all kinds at each number of requests, in as few entries as say it."""
+    entries = {}
+    for clients in CLIENTS:
+        among = [AUTOREGRESSIVE, *(of[clients] for of in best.values())]
+        speeds = [play(policy, texts, Load(clients)) for policy in among]
+        entries[clients] = among[int(np.argmax(speeds))]
+    table = policies_by_load(entries)
+    assert isinstance(table, LoadPolicy) or len({p.id for p in entries.values()}) == 1
+    return table
+
+
+def figures_of(speeds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """Tokens/s of both halves, and ratios with intervals."""
+    both = {name: np.exp(np.mean(np.log(np.array(of)), axis=0)) for name, of in speeds.items()}
+
+    def ratio(one: str, other: str) -> list[float]:
+        drawn = both[one] / both[other]
+        return [float(drawn[0]), *np.quantile(drawn[1:], (0.025, 0.975)).tolist()]
+
+    alike = max(("none", "chain", "stops", "tree"), key=lambda name: float(both[name][0]))
+    return {
+        "tokens_per_s": {name: float(of[0]) for name, of in both.items()},
+        "best_alike": alike,
+        "tree_over_chain": ratio("tree", "chain"),
+        "by_load_over_best": ratio("by load", alike),
+        "best_over_none": ratio(alike, "none"),
+    }
+
+
+PARTS = {"executed": executed, "hardware": hardware}
