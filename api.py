@@ -64,7 +64,10 @@ def perform(command: str, settings: Settings, talk: Any) -> Result:
     """Does what a command's settings say. Raises SpectuneError and DatabaseError."""
     module, name = COMMANDS[command][1].split(".")
     if isinstance(settings, of.OnPair):  # before a command imports torch
-        import_module("spectune.optimizer.commands.common").check_pair(settings)
+        common = import_module("spectune.optimizer.commands.common")
+        common.check_pair(settings)
+        if isinstance(settings, of.OnWorkload):
+            common.check_templates(settings)
     function = getattr(import_module(f"spectune.optimizer.commands.{module}"), name)
     result: Result = function(settings, talk)
     return result

@@ -129,11 +129,27 @@ class TextCodec:
 
 def check_conversations(target: str, requests: Iterable[Request], *, chat: bool) -> None:
     """Raises WorkloadError for the conversation that :meth:`TextCodec.encode_request` refuses.
-    Reads the target's tokenizer, and that only where there are conversations."""
+    Reads the target's tokenizer, and that only where there are conversations and a template."""
     first = next((r for r in requests if chat and _needs_template(r)), None)
-    tokenizer = None if first is None else tokenizer_of(target)
-    if first is not None and tokenizer is not None and not _templated(tokenizer):
+    if first is None or not has_tokenizer(checkpoint(target)):  # told where it is loaded
+        return
+    tokenizer = None if lacks_template(target) else tokenizer_of(target)
+    if not _templated(tokenizer):
         raise _no_template(first)
+
+
+def lacks_template(target: str) -> bool:
+    """Whether no file of a checkpoint holds a chat template; reads no tokenizer."""
+    folder = checkpoint(target)
+    files = ("chat_template.jinja", "additional_chat_templates")
+    named = ("tokenizer_config.json", *_OF_PROCESSORS)
+    return not any((folder / name).exists() for name in files) and not any(
+        read_config(folder, name).get("chat_template") for name in named
+    )
+
+
+_OF_PROCESSORS = ("chat_template.json", "processor_config.json")
+"""Files of a processor that may hold a template."""
 
 
 def _templated(tokenizer: Any) -> bool:
@@ -235,7 +251,7 @@ def tokenizer_of(path: str) -> Any:
 def _processor_template(folder: Path) -> Any:
     """The chat template in the files of a checkpoint's processor, which no tokenizer reads; None
     where they have none."""
-    for name in ("chat_template.json", "processor_config.json"):
+    for name in _OF_PROCESSORS:
         template = read_config(folder, name).get("chat_template")
         if isinstance(template, list):  # several, by name
             return {each["name"]: each["template"] for each in template}

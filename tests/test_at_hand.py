@@ -37,7 +37,7 @@ LIGHT = (
         f"policies export '{FIXED}' --pair demo --for vllm",
         "schedule add x --pair demo --cron @daily",
     ),
-    *("schedule list", "status"),
+    *("schedule list", "status", "check par.json nope", "tune --pair demo --workload nope.jsonl"),
 )
 QUICK = (
     *(([*path, "--help"], (*MODELS, "numba"), 800) for path, _ in every_command()),
@@ -94,6 +94,10 @@ def filled(database: Database) -> dict[str, str]:
 
 
 def test_whatever_loads_no_model_imports_no_model_library(folder: Path) -> None:
+    """A pair file that is not there, and a conversation without its chat template, are told as
+    soon."""
+    talk = [{"role": role, "content": "x"} for role in ("system", "user")]
+    Path("nope.jsonl").write_text(json.dumps({"messages": talk}))
     with open_database("spectune.db") as database:
         filled(database)
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}

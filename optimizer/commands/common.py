@@ -21,14 +21,15 @@ from spectune.db.database import open_database
 from spectune.db.database_errors import NotFoundError
 from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
-from spectune.optimizer.inputs import policy_of
+from spectune.optimizer.inputs import policy_of, read_files
 from spectune.optimizer.tuning.sources import recording_named
 from spectune.options import typed_words, without_effect
 from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
-from spectune.settings import OnPair, RequestsSettings, Settings
+from spectune.runtime.text_codec import check_conversations, lacks_template
+from spectune.settings import OnPair, OnWorkload, RequestsSettings, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
@@ -142,6 +143,20 @@ def check_pair(settings: OnPair) -> None:
     loaded = getattr(settings.pair, "spec", None)
     if settings.typed("pair", "target", "drafts") and loaded is None:
         pair_of(settings)
+
+
+def check_templates(settings: OnWorkload) -> None:
+    """Raises WorkloadError for a conversation in a typed workload where no file of the target holds
+    the chat template that it needs; imports no torch."""
+    is_loaded = getattr(settings.pair, "spec", None) is not None
+    taken = settings.typed("workload") and not settings.typed("recording", "since", "resume")
+    if is_loaded or not taken or not settings.sampling.chat or not names_pair(settings):
+        return
+    target = pair_of(settings).target
+    if lacks_template(target):
+        check_conversations(
+            target, read_files(settings.workload, settings.requests).requests, chat=True
+        )
 
 
 def _of_loaded(settings: OnPair, spec: PairSpec) -> PairSpec:
