@@ -230,7 +230,7 @@ def test_commands_that_are_printed_run_as_printed(
     door: Door, folder: Path, tuned: dict[str, Any]
 ) -> None:
     """What was typed goes on: the pair by its checkpoints, the database, the deployment, the
-    sampling; nothing stands in the environment."""
+    sampling; nothing stands in the environment. So does a recording's pair, which nobody typed."""
     spec = read_pair(door.pair)
     models = [f"target={spec.target}", *(f"drafts.{n}={p}" for n, p in spec.drafts.items())]
     typed: Options = {"set": models, "deployment": "typed", "temperature": 0.5}
@@ -240,10 +240,12 @@ def test_commands_that_are_printed_run_as_printed(
     assert ran.exit_code == 0, ran.output
     printed = ran.stdout
     printed += door.call("check", door.pair, folder / "long.jsonl", budget="1ms").stdout
-    lines = [line for line in printed.splitlines() if line.startswith("spectune ")]
-    assert len(lines) >= 2
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPECTUNE_PAIR")
+        again = {"recording": tuned["recording"], "no_publish": True, "report": "none"}
+        printed += door.call("tune", **again, **CHAINS).stdout
+        lines = [line for line in printed.splitlines() if line.startswith("spectune ")]
+        assert len(lines) >= 3
         for line in lines:
             words = shlex.split(line, comments=True)[1:]
             if "tune" in words:  # that of `check`: minutes, so only read

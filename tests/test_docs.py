@@ -58,7 +58,7 @@ PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples a
 
 def blocks(page: str, language: str, about: str = "") -> list[str]:
     """The fenced blocks of a page in one language; ``about`` is the word after it."""
-    found = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*) ?(\w*)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
     return [text for lang, word, text in found if (lang, word) == (language, about)]
 
 
@@ -165,19 +165,25 @@ def test_blocks_are_documented_with_their_defaults_and_ranges() -> None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The command lines of a page's ``sh`` and ``console`` blocks as words, redirections and
-    comments left out."""
-    for text in [*blocks(page, "sh"), *blocks(page, "console")]:
+    """The command lines of a page's ``sh`` and ``console`` blocks, and those of ours in plain ones,
+    as words, redirections and comments left out."""
+    text = "".join(blocks(page, ""))
+    plain = re.findall(r"^.*\bspectune [-a-z].*$", text, re.MULTILINE)
+    for text in [*blocks(page, "sh"), *blocks(page, "console"), *plain]:
         for line in text.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
             yield words[: words.index(">")] if ">" in words else words
 
 
 def ours(page: str) -> Iterator[list[str]]:
-    """The arguments of a page's command lines of ours."""
+    """The arguments of a page's command lines of ours, also behind others (``cd ... && spectune``,
+    ``docker run ... spectune``), and of its containers."""
     for words in commands(page):
-        if words and words[0] == "spectune":
-            yield words[1:]
+        if "spectune" in words and words[1:2] != ["build"]:
+            yield words[words.index("spectune") + 1 :]
+    for text in blocks(page, "yaml"):
+        for arguments in re.findall(r"args: \[(.*)\]", text):
+            yield arguments.split(", ")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -133,7 +133,7 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     assert what == "# publishes it"
     words = shlex.split(command)
     assert words[:3] == ["spectune", "--db", str(server.db)]
-    assert server.json(*words[3:], "--pair", "demo")["version"] == 1
+    assert server.json(*words[3:])["version"] == 1, "nothing else names the pair of the recording"
 
 
 def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: Path) -> None:

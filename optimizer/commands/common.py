@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -29,13 +29,15 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations, lacks_template
-from spectune.settings import OnPair, OnWorkload, RequestsSettings, Settings
+from spectune.settings import TYPED, OnPair, OnWorkload, RequestsSettings, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
 from spectune.traces.text import shortened
+
+P = TypeVar("P", bound=OnPair)
 
 
 def next_command(
@@ -170,6 +172,16 @@ def _of_loaded(settings: OnPair, spec: PairSpec) -> PairSpec:
 def names_pair(settings: OnPair) -> bool:
     """Whether a pair is named anywhere."""
     return any((settings.pair, settings.target, settings.drafts))
+
+
+def naming_pair(s: P, spec: PairSpec) -> P:
+    """The settings with a pair as if it were typed, for the commands that are printed, where
+    nothing names one."""
+    if names_pair(s):
+        return s
+    named = s.model_copy(update={"target": spec.target, "drafts": dict(spec.drafts)})
+    named._sources = {**s.sources, "target": TYPED, "drafts": TYPED}
+    return named
 
 
 def device_of(device: str) -> str:

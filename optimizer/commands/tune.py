@@ -24,6 +24,7 @@ from spectune.optimizer.commands.common import (
     Talk,
     deployment_for,
     names_pair,
+    naming_pair,
     next_command,
     note_missing_panoramas,
     open_store,
@@ -108,6 +109,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     benches = {"native": on_decoder, "server": on_server}
     ready = benches.get(bench_name, on_engine)
     with ready(store, s, talk, account or Account()) as (bench, place, options, restart):
+        s = naming_pair(s, _pair_of_bench(store, bench))
         if isinstance(bench, LoadBench) and bench.start is None:
             result = under_load.search_result(bench.search, talk)
             why = "predicted alone; --serve proves and publishes"
@@ -299,6 +301,14 @@ def _send(store: TraceStore, server: RunningServer, s: Tune, talk: Talk) -> Reco
     clients = min(max(CLIENTS), server.wanted.max_num_seqs)
     run = EngineRun(prompts, server.policy, Load(clients), options, workload)
     return record_on(store, server.spec, server, run, fresh=s.fresh, progress=talk.progress)
+
+
+def _pair_of_bench(store: TraceStore, bench: Tunable) -> PairSpec:
+    if isinstance(bench, PairBench):
+        return bench.pair.spec
+    assert isinstance(bench, LoadBench)
+    pair = store.get_pair(bench.info.pair_id)
+    return PairSpec.from_json(pair.document, where=f"pair {pair.id}")
 
 
 def _hints(tuned: Tuned, page: str | None, place: Place, s: Tune) -> list[tuple[str, str]]:

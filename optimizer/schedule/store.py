@@ -98,7 +98,7 @@ def add_schedule(
             session.flush()
         except IntegrityError:
             raise ScheduleError(
-                f"there is a schedule {name!r} already; remove it or choose another name"
+                f"there is a schedule {name!r} already; `schedule edit {name}` changes it"
             ) from None
         return row
 
