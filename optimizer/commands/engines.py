@@ -13,6 +13,14 @@ from spectune.optimizer.commands.common import Talk, next_command, pair_of
 from spectune.optimizer.commands.results import Result, Table, listed
 from spectune.settings import Engines, Follow
 
+NEEDED = (
+    "# A server that you start by a command of your own needs SPECTUNE_FOLDER and --scheduler-cls "
+    "alone. The rest of this one: --speculative-config names every number of draft tokens, as vLLM "
+    "captures graphs for those; --max-num-seqs, up to which it names them; --generation-config "
+    "vllm, so that requests alone say how they are sampled."
+)
+BESIDE = "# Beside it, as the same user:"
+
 
 def engines(s: Engines, talk: Talk) -> Result:
     if s.engine is not None:
@@ -29,7 +37,12 @@ def engines(s: Engines, talk: Talk) -> Result:
         }
         for e in ENGINES.values()
     ]
-    shown_rows = [{**row, "installed": row["installed"] or "no"} for row in rows]
+    shown_rows = []
+    for row, e in zip(rows, ENGINES.values(), strict=True):
+        of = "" if e.name in e.packages else f"{e.packages[0]} "  # whose versions these are
+        installed, tested = row["installed"], f"{of}{', '.join(e.versions)}"
+        here = f"{of}{installed}" if installed else "no"
+        shown_rows.append({**row, "installed": here, "tested": tested})
     columns = ("engine", "installed", "tested", "runs", "new_policy")
     return listed("engines", rows, Table(shown_rows, columns, "engines"))
 
@@ -50,4 +63,4 @@ def _vllm(s: Engines, talk: Talk) -> Result:
     else:
         follow = next_command(s, ["follow", str(Path(s.folder).absolute())], Follow, {"folder"})
     data = {"pair": spec.id, "arguments": list(arguments), "serve": serve, "follow": follow}
-    return Result(f"{serve}\n{follow}", data)
+    return Result("\n".join((NEEDED, serve, BESIDE, follow)), data)
