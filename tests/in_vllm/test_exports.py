@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from spectune.engines.server_settings import engine_settings
+from spectune.engines.vllm.command import SCHEDULER, server_arguments
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import ByLoadWindow, Policy, parse_policy
 
@@ -43,3 +46,16 @@ def test_vllm_reads_of_exported_settings_what_the_policy_says(
         assert lookup[1 : SEATS + 1] == [policy.window.at(n) for n in range(1, SEATS + 1)]
     else:
         assert schedule is None
+
+
+def test_vllm_takes_the_line_that_starts_a_server() -> None:
+    spec = read_pair("demo")
+    words = server_arguments(spec, draft="head", gamma=2, most=5, max_num_seqs=SEATS)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    read = parser.parse_args([*words[2:]])
+    assert words[:2] == ("vllm", "serve")
+    assert (read.model_tag, read.scheduler_cls) == (spec.target, SCHEDULER)
+    assert read.speculative_config["num_speculative_tokens"] == 5
+    assert read.generation_config == "vllm"
+    with pytest.raises(SystemExit):
+        parser.parse_args([*words[2:], "--no-such-option"])
