@@ -22,10 +22,13 @@ from transformers import AutoTokenizer
 import spectune.optimizer.commands.profile
 import spectune.optimizer.commands.report
 import spectune.optimizer.commands.tune
+from spectune.db import Database
 from spectune.db.database_errors import DatabaseError
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.inputs import read_files
 from spectune.optimizer.recording import processes
+from spectune.optimizer.schedule import make_due
+from spectune.optimizer.schedule.store import claim
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.native import TuneOptions
 from spectune.options import from_document
@@ -435,6 +438,24 @@ def test_what_is_due_and_fails_is_told_by_the_exit_status(door: Door, folder: Pa
     assert "failed: too few requests to search, race and confirm" in ran.stderr
     door.json("schedule remove failing")
     assert door.call("schedule run --once").exit_code == 0
+
+
+def test_a_job_that_another_worker_took_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = Door(str(tmp_path / "x.db"), "demo")
+    door.json("schedule add nightly", cron="@daily", pair="demo")
+
+    def taken(database: Database, name: str) -> None:
+        make_due(database, name)
+        assert claim(database, "another", lease_s=60) is not None
+
+    monkeypatch.setattr("spectune.optimizer.commands.work.make_due", taken)
+    ran = door.call("schedule run nightly")
+    assert (ran.exit_code, ran.stdout.splitlines()) == (
+        0,
+        ["another worker took nightly first; `schedule list nightly` says how it ends"],
+    )
 
 
 def test_schedules(door: Door, workload: Options, tuned: dict[str, Any]) -> None:

@@ -319,6 +319,22 @@ def test_a_rollback_goes_back_to_what_was_applied(
         assert evidence["rollback"] == {"from": 10, "to": 2}
 
 
+def test_a_rollback_for_every_gpu_passes_over_no_publication_for_one(
+    tmp_path: Path, tiny_pair: Path, pair: LoadedPair
+) -> None:
+    door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device")
+    for gamma, device in ((1, "cuda"), (2, "cuda"), (3, "cuda:NVIDIA L4")):
+        document = json.dumps(fixed(gamma).spelled_out())
+        door.json("policies", "activate", document, *of, device)
+    refused = door.refused("policies", "rollback", *of, "cuda")
+    assert "version 3 of deployment default is newer" in refused
+    assert "say --device 'cuda:NVIDIA L4'" in refused
+    assert (
+        "version 3 -> back to version 2"
+        in door.call("policies", "rollback", *of, "cuda:NVIDIA L4").stdout
+    )
+
+
 def test_servers_are_waited_for(tmp_path: Path, tiny_pair: Path, pair: LoadedPair) -> None:
     door, of = Door(str(tmp_path / "x.db")), ("--pair", tiny_pair, "--device", "cpu")
     words = ("policies", "activate", json.dumps(fixed(2).spelled_out()), *of, "--wait")

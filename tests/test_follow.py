@@ -390,6 +390,25 @@ def test_what_should_be_in_force_is_put_back(store: TraceStore, agent: Agent) ->
     assert len(store.acknowledgements(version)) == 3
 
 
+@pytest.mark.parametrize("owner", ["theirs", ["x"], 7])
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_database_in_the_policy_that_is_no_object_is_told(
+    store: TraceStore, agent: Agent, owner: object
+) -> None:
+    """It stays until something is published, as what a person wrote does."""
+    by_hand = {"format": 1, "version": 4, "policy": "x", "gammas": {"1": 2}, "database": owner}
+    for trial in ({}, {"version": -3, "before": owner}):
+        (agent.folder / "policy.json").write_text(json.dumps({**by_hand, **trial}))
+        told: list[str] = []
+        one = follower(store, agent, told)
+        one.once()
+        assert trial or agent.policy() == by_hand
+        assert any("`database` is no object" in line for line in told) or trial
+    version = put_in_force(store, PAIR.id, policy("small", 2), deployment="vllm")
+    one.once()
+    assert agent.policy()["version"] == version
+
+
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_what_the_database_does_not_say_takes_nothing_out(
     store: TraceStore, agent: Agent, monkeypatch: pytest.MonkeyPatch

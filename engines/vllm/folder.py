@@ -379,7 +379,13 @@ def version_of(document: Mapping[str, Any]) -> int:
 
 def without_trial(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """What ``policy.json`` says, or said before a tuning put its trial there."""
-    return document.get("before") or {} if version_of(document) < 0 else document
+    return object_in(document, "before") if version_of(document) < 0 else document
+
+
+def object_in(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key; empty where there is none."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def own_policy(about: Mapping[str, Any], draft: str) -> Policy:

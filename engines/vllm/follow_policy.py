@@ -20,6 +20,7 @@ from spectune.engines.vllm.folder import (
     FORMAT,
     ServerDescription,
     Status,
+    object_in,
     read_policy,
     read_status,
     table_of,
@@ -305,7 +306,12 @@ class PolicyWriter:
                 return
         self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
-        version, owner = version_of(base), base.get("database") or {}
+        version, owner = version_of(base), object_in(base, "database")
+        if base.get("database") and not owner:
+            self._say_once(
+                "policy.json: its `database` is no object with id and name, so it counts as "
+                "written by hand"
+            )
         is_known = self._chosen_by is not None
         is_ours = is_known and owner.get("id") == self.owner["id"]
         if self._table is not None:
@@ -353,7 +359,7 @@ class PolicyWriter:
         if version in self._versions:
             return True
         found = read_policy(self.folder)
-        owner = found.get("database") or {}
+        owner = object_in(found, "database")
         return version_of(found) == version and owner.get("id") == self.owner["id"]
 
     def _policy_id(self, version: int) -> str | None:

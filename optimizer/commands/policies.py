@@ -39,6 +39,7 @@ from spectune.settings import (
     PoliciesShow,
 )
 from spectune.traces.errors import ConfigError, PolicyError
+from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import in_force
 from spectune.traces.tables import Acknowledgement, FollowedServer, Publication
@@ -226,6 +227,14 @@ def rollback(s: PoliciesRollback, talk: Talk) -> Result:
     with open_store(s) as store:
         publications = store.list_publications(pair_id, device, s.deployment)
         there, pair = Servers.of(store).of_deployment(s.deployment), (spec.name, spec.models)
+        every = store.list_publications(pair_id, None, s.deployment)
+        named = next((p for p in every if device in devices_of(p.device)), None)
+        if named is not None and named.device != device:
+            raise PolicyError(
+                f"version {named.version} of deployment {s.deployment} is newer than what is "
+                f"published for all of {device}, and for {named.device} alone: say "
+                f"--device '{named.device}'"
+            )
 
         def able(publication: Publication, tell: Callable[[str], None]) -> list[FollowedServer]:
             """Raises PolicyError for no policy, and for one that nobody there can run."""

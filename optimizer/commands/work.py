@@ -35,6 +35,8 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
         how: dict[str, Any] = {"once": once, "name": s.name, "poll_s": s.poll}
         outcomes = run_worker(store.database, job, **how, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
+    if s.name is not None and not any(outcomes.values()):
+        text = f"another worker took {s.name} first; `schedule list {s.name}` says how it ends"
     # Somebody asks how it went: cron, systemd.
     return Result(text, outcomes, exit_code=1 if once and outcomes["failed"] else 0)
 
