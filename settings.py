@@ -513,7 +513,9 @@ class TracesStats(Filter):
     """Acceptance by position in the draft, or tokens/s and tau.
 
     marginal: share of the chains drafted as far that are kept up to a position; conditional: of
-    those that are kept up to the one before."""
+    those that are kept up to the one before. tau: tokens a round, of rounds that were executed;
+    mean accepted length: what tau were if rounds began at every position alike, and drafted all
+    that is recorded."""
 
     example = "traces stats --by policy,day --since 7d"
 

@@ -26,8 +26,8 @@ _SAID = {
     sqlite3.SQLITE_BUSY: "database {name} is busy: another process has held its write lock for "
     f"{BUSY_TIMEOUT_S} s",
     sqlite3.SQLITE_FULL: "no room is left for database {name} on its disk; make some",
-    sqlite3.SQLITE_CORRUPT: "database {name} is damaged ({cause}); `db check` says what is usable; "
-    "restore a copy, or save what is left by `sqlite3 {name} .recover | sqlite3 rescued.db`",
+    sqlite3.SQLITE_CORRUPT: "database {name} is damaged ({cause}); restore a copy, or "
+    "save what is left by `sqlite3 {name} .recover | sqlite3 rescued.db`",
     "55P03": "database {name} is busy: another process holds what is needed ({cause})",
     "57014": "database {name}: {cause}; ALTER ROLE ... SET statement_timeout = '2h' allows more",
 }

@@ -19,6 +19,7 @@ from spectune.traces.text import printable
 
 SHOWN = 50
 """Rows of a result that a notebook shows."""
+MOMENTS = ("since", "until")
 Row = Mapping[str, Any]
 _NUMBER = re.compile(r"[-+]?\d[\d.]*(%| |$)")
 
@@ -42,7 +43,7 @@ class Table:
         """No word of a cell is cut or broken: where a line does not take a row, rows stand below
         each other, a line per column."""
         cells = [[_plain(cell(row.get(name), name)) for name in self.names] for row in self.rows]
-        heads = [header(name) for name in self.names]
+        heads = headers(self.names)
         title = Text(_plain(self.title), style="table.title") if self.title else None
         columns = [[head, *(row[i] for row in cells)] for i, head in enumerate(heads)]
         least = [max(cell_len(w) for c in column for w in c.split() or [""]) for column in columns]
@@ -132,7 +133,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
-        head = "".join(f"<th>{escape(header(name))}</th>" for name in names)
+        head = "".join(f"<th>{escape(name)}</th>" for name in headers(names))
         body = "".join(
             f"<tr>{''.join(_html(row.get(name)) for name in names)}</tr>"
             for row in self.rows[:SHOWN]
@@ -172,19 +173,25 @@ def _plain(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def header(column: str) -> str:
-    """A column's name for people."""
-    return column.removeprefix("n_").removesuffix("_at").removesuffix("_id").replace("_", " ")
+def headers(columns: Sequence[str]) -> list[str]:
+    """The columns' names for people: `policy id` stays where there is a `policy` too."""
+    return [
+        column.removeprefix("n_")
+        .removesuffix("_at")
+        .removesuffix("" if column.removesuffix("_id") in columns else "_id")
+        .replace("_", " ")
+        for column in columns
+    ]
 
 
 def cell(value: Any, column: str = "", now: datetime | None = None) -> str:
-    """A value for people; a moment (ISO 8601, where the column ends in ``_at``) as :func:`when` has
-    it."""
+    """A value for people; a moment (ISO 8601, in a column that ends in ``_at`` or is one of
+    :data:`MOMENTS`) as :func:`when` has it."""
     if value is None or value is False:
         return ""
     if value is True:
         return "yes"
-    if column.endswith("_at") and isinstance(value, str):
+    if (column.endswith("_at") or column in MOMENTS) and isinstance(value, str):
         return when(datetime.fromisoformat(value), now)
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from spectune.optimizer.commands.common import Talk, check_writable, open_store
@@ -106,13 +107,19 @@ def stats(s: TracesStats, talk: Talk) -> Result:
                 names = [name for name in names if name != "draft"]
                 if rows := query.acceptance(store, filter_of(s), names, executed=True):
                     talk.tell("no panoramas yet: acceptance over rounds executed (--executed)")
-            columns = ("requests", "mean_accepted_length", "by_position")
-    shown = [
-        {**row, "by_position": " ".join(f"{x:.2f}" for x in row.get("marginal", ())[:10])}
-        for row in rows
-    ]
+            is_tau = "policy_id" in (rows[0] if rows else ())  # of rounds, not of all starts
+            length = "tau" if is_tau else "mean_accepted_length"
+            columns = ("requests", length, "by_position")
+    shown = [_shown(row) for row in rows]
     by = [k for k in (rows[0] if rows else ()) if k in (*query.GROUPS.values(), "policy")]
     return listed("stats", rows, Table(shown, (*by, *columns), "stats"))
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table: acceptance in one column, and `as it was started` for no policy."""
+    by_position = " ".join(f"{x:.2f}" for x in row.get("marginal", ())[:10])
+    more = {"policy": "as it was started"} if row.get("policy_id") == "" else {}
+    return {"tau": row.get("mean_accepted_length"), **row, "by_position": by_position, **more}
 
 
 def _tell_loads(batches: list[float], names: list[str], talk: Talk) -> None:
