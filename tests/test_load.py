@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+from browser import browser, laid_out
 from databases import opened
 from doors import Door
 from served_traces import (
@@ -322,6 +323,7 @@ def test_what_is_confirmed_on_texts_held_out_is_published_with_a_page(
     text = page.read_text()
     assert "under clients:1, clients:8" in text
     assert "clients:8" in text
+    assert browser() is None or laid_out({"under load": text}, tmp_path)[1] == []
     again = server.json(*EXECUTE, *NO_PAGE)
     assert again["published"] is None
     assert again["baselines"]["incumbent"]["id"] == winner

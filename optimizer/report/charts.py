@@ -26,6 +26,8 @@ GREY, PALE = "#8b949e", "#d3d8de"
 WIDTH_IN = 4.2
 LABEL_WIDTH = 48
 """Characters of a label on one line of a chart."""
+LINE_IN, MARK_IN, LEGEND_LINE_IN, AXIS_IN = 0.15, 0.2, 0.19, 0.65
+"""Heights: of a line of a row's label, of its marks, of a line of the legend, of the axis below."""
 SETTINGS = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -46,10 +48,16 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells when it look
 
 
 def chart(
-    name: str, x_label: str, y_label: str, draw: Callable[[Axes], None], height_in: float = 3.6
+    name: str,
+    x_label: str,
+    y_label: str,
+    draw: Callable[[Axes], None],
+    height_in: float = 3.6,
+    *,
+    has_legend: bool = True,
 ) -> str:
-    """The SVG of what ``draw`` draws, a legend above. ``name`` is unique on a page: it keeps ids
-    apart."""
+    """The SVG of what ``draw`` draws, a legend above where it ``has_legend``. ``name`` is unique on
+    a page: it keeps ids apart."""
     settings = {**SETTINGS, "svg.hashsalt": name}
     with matplotlib.rc_context(settings), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # letters that its font lacks; a browser has them
@@ -60,7 +68,7 @@ def chart(
         handles, labels = axes.get_legend_handles_labels()
         legend = dict(zip(map(_wrapped, labels), handles, strict=True))
         ordered = sorted(legend, key=lambda label: label == "others")
-        if ordered:
+        if ordered and has_legend:
             lines = [legend[label] for label in ordered]
             figure.legend(lines, ordered, loc="outside upper left", borderaxespad=0)
         figure.savefig(file := io.StringIO(), format="svg")
@@ -71,6 +79,10 @@ def chart(
 
 def _wrapped(label: str) -> str:
     return "\n".join(textwrap.wrap(label, LABEL_WIDTH))
+
+
+def _lines(label: str) -> int:
+    return 1 + label.count("\n")
 
 
 def _mark(axes: Axes, mark: Mark, y: float, series: Series) -> None:
@@ -105,22 +117,28 @@ def rows(
     labelled: Sequence[tuple[str, Sequence[Mark]]],
     series: Series,
     start: float | None = None,
+    *,
+    has_legend: bool = True,
 ) -> str:
-    """Marks with their intervals, a row for each label, the first on top; the axis begins at
-    ``start``, or near the smallest."""
+    """Marks with their intervals, a row for each label, the first on top, the label above its
+    marks; the axis begins at ``start``, or near the smallest. Without a legend where labels say
+    whose marks they are."""
     labels = [_wrapped(label) for label, _ in labelled]
-    heights = [1.4 + 0.4 * label.count("\n") for label in labels]
+    tops = [LINE_IN * _lines(label) for label in labels]
+    shown = {series.get(mark[0], "others") for _, marks in labelled for mark in marks}
+    legend_in = sum(LEGEND_LINE_IN * _lines(_wrapped(label)) for label in shown) * has_legend
 
     def draw(axes: Axes) -> None:
         y, edge = 0.0, axes.get_yaxis_transform()
-        for label, height, (_, marks) in zip(labels, heights, labelled, strict=True):
+        for label, top, (_, marks) in zip(labels, tops, labelled, strict=True):
             axes.text(0, y, label, transform=edge, va="top", fontsize=8)
-            y += height
             for mark in marks:
-                _mark(axes, mark, y - 0.4, series)
-        axes.set(ylim=(y, -0.3), yticks=[], xlim=(start, None))
+                _mark(axes, mark, y + top + 0.4 * MARK_IN, series)
+            y += top + MARK_IN
+        axes.set(ylim=(y, -0.05), yticks=[], xlim=(start, None))
 
-    return chart(name, x_label, "", draw, 1.1 + 0.22 * sum(heights))
+    height = AXIS_IN + legend_in + sum(tops) + MARK_IN * len(tops)
+    return chart(name, x_label, "", draw, height, has_legend=has_legend)
 
 
 def rounds(counts: Sequence[tuple[int, int, int]]) -> str:

@@ -170,14 +170,13 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
         "Milliseconds over requests; with few requests p99 is the slowest.",
         table=latency_table(tuned),
     )
-    speeds = [_categories(evidence.categories, tuned)] if tuned.deploys else []
-    yield "Requests", [*speeds, latency]
+    yield "Requests", [*_categories(evidence.categories, tuned), latency]
     drafts = [_positions(report.acceptance)] if report.acceptance else []
     if drafts := [*drafts, *_rounds(evidence.rounds, next(iter(series.values())))]:
         yield "Drafts", drafts
-    why = document.get("by_prompt") or "not tried"
-    by_prompt = Panel("by-prompt", "A draft for each prompt", items=[why])
-    yield "What was tried", [_tried(report), by_prompt]
+    why = document.get("by_prompt")
+    by_prompt = [Panel("by-prompt", "A draft for each prompt", items=[why])] if why else []
+    yield "What was tried", [_tried(report), *by_prompt]
 
 
 def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
@@ -205,22 +204,25 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
         f"{sum(not c.left_in_race for c in race)} of {len(race)} policies fell behind beyond "
         "noise in the race and were dropped",
         "Speed over that of the fastest in the race, with 95% intervals.",
-        charts.rows("race", "speed over the fastest's", lines, series),
+        charts.rows("race", "speed over the fastest's", lines, series, has_legend=False),
     )
 
 
-def _categories(speeds: Mapping[str, Mapping[str, float]], tuned: Tuned) -> Panel:
-    """The winner beside the policies that were executed on what it was executed on."""
+def _categories(speeds: Mapping[str, Mapping[str, float]], tuned: Tuned) -> Iterator[Panel]:
+    """The winner beside the others that were executed on what it was executed on; nothing where
+    nothing won, or nobody else was."""
     series, winner = series_of(tuned), tuned.winner.id
     executed = {c.id: c.executed_requests for c in tuned.candidates}
     policies = [p for p, number in executed.items() if number >= executed[winner] and p in speeds]
+    if not tuned.deploys or len(policies) < 2:
+        return
     categories = sorted({category for policy in policies for category in speeds[policy]})
     marks, ahead = [], 0
     for category in categories:
         by_policy = {p: speeds[p][category] for p in policies if category in speeds[p]}
         marks.append((category or "(none)", [(p, v, None, None) for p, v in by_policy.items()]))
         ahead += max(by_policy, key=by_policy.__getitem__) == winner
-    return Panel(
+    yield Panel(
         "categories",
         f"The winner is fastest in {ahead} of {len(categories)} categories",
         f"Measured speed by category of request, of {len(policies)} policies that were executed "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from spectune.optimizer.report.names import short_name
 from spectune.optimizer.tuning.confirmation import Confirmation
 from spectune.optimizer.tuning.tuned import (
     AS_FAST,
@@ -82,16 +83,16 @@ def sampling_in_words(sampling: Sampling) -> str:
 
 
 def names_of(tuned: Tuned) -> dict[str, str]:
-    """How each executed policy is named, by its id: by its label, and by the first digits of its id
-    too where another has the same label."""
-    labels = {c.id: c.label for c in tuned.candidates}
-    shared = [label for label in labels.values() if [*labels.values()].count(label) > 1]
-    return {i: label + f" [{i[:6]}]" * (label in shared) for i, label in labels.items()}
+    """How each executed policy is named, by its id: by its short name, and by the first digits of
+    its id too where another has the same."""
+    names = {c.id: short_name(c.policy) for c in tuned.candidates}
+    shared = [name for name in names.values() if [*names.values()].count(name) > 1]
+    return {i: name + f" [{i[:6]}]" * (name in shared) for i, name in names.items()}
 
 
 def titles_of(tuned: Tuned) -> dict[str, str]:
     """What tables and charts call each executed policy, by its id: its roles but for ``finalist``,
-    and its name, e.g. ``winner: small fixed(gamma=4)``; what nothing was proved to beat is no
+    and its name, e.g. ``winner: small K=4``; what nothing was proved to beat is no
     winner, but ``kept``."""
     titles, first = {}, "winner" if tuned.deploys else "kept"
     for policy, name in names_of(tuned).items():
@@ -180,14 +181,14 @@ def interval(ends: Sequence[float | None], level: float = 0.95, digits: int = 2)
 
 
 def headline(tuned: Tuned) -> str:
-    """What to deploy and how much better it is, or what to keep."""
+    """What was published, or is to be deployed, and how much better it is; or that nothing was
+    changed."""
+    if not tuned.deploys:
+        return "No faster policy was confirmed; nothing was changed"
     name, drafts = names_of(tuned)[tuned.winner.id], tuned.incumbent.policy.speculates
-    if tuned.deploys:
-        against = "the incumbent" if drafts else "decoding without a draft"
-        return f"Deploy this: {name}, {tuned.ratio_to_incumbent[0]:.2f} {tuned.gain} {against}"
-    return (
-        f"{f'Keep {name}' if drafts else 'Decode without a draft'}: no faster policy was confirmed"
-    )
+    against = names_of(tuned)[tuned.incumbent.id] if drafts else "decoding without a draft"
+    first = f"{name} is published" if tuned.published else f"Deploy {name}"
+    return f"{first}: {tuned.ratio_to_incumbent[0]:.2f} {tuned.gain} {against}"
 
 
 def confirmed_in_words(

@@ -15,6 +15,7 @@ from spectune.optimizer.deployment import Place, other_sampling, refusal, sampli
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.profiles import common_factor
 from spectune.optimizer.report.evidence import put_evidence
+from spectune.optimizer.report.names import short_name
 from spectune.optimizer.report.words import confirmed_in_words, counted, sampling_in_words
 from spectune.optimizer.tuning.bench import Bench, Prediction, RecordedTexts, Tunable
 from spectune.optimizer.tuning.confirm import (
@@ -167,7 +168,7 @@ def confirm_winner(
     power = power_in_words(
         spread, independent, executions, unit=unit, most=units * passes, **time_s
     )
-    options.tell(f"confirming {raced.winner.policy.label()} on {used} {bench.unit}: {power}")
+    options.tell(f"confirming {short_name(raced.winner.policy)} on {used} {bench.unit}: {power}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
         try:
@@ -204,7 +205,7 @@ def decide(raced: Raced, confirmed: Confirmation | None, stays: str) -> Decision
     winner, incumbent = raced.winner, raced.incumbent
     if confirmed is None:
         return Decision(incumbent, f"{raced.unproved}; {stays}", False)
-    names = winner.policy.label(), incumbent.policy.label()
+    names = short_name(winner.policy), short_name(incumbent.policy)
     reason = confirmed_in_words(confirmed, *names, raced.gain)
     if confirmed.against:
         return Decision(incumbent, f"{reason}; {stays}", False)
