@@ -54,6 +54,26 @@ HOSTILE = "</title><script>document.title='no'</script> $x$ [/b][math] \x1b[31m\
 SHOWN = "</title><script>document.title='no'</script> $x$ [/b][math] \ufffd[31m\ufffd 日本"
 
 
+MANY_SIZES = parse_policy(
+    {
+        "draft": "a-draft-with-a-long-name-of-its-own",
+        "window": {
+            "kind": "by_load",
+            "gamma": {"1": 8, "2": 7, "4": 6, "8": 5, "16": 4, "32": 3, "64": 0},
+        },
+    }
+)
+BINNED_TREE = parse_policy(
+    {
+        "draft": "head",
+        "window": {"kind": "analytic", "gamma_max": 14, "gamma_min": 2},
+        "growth": {"kind": "top_k", "width": 12, "score": "coupled"},
+        "select": {"top_n": 60},
+        "stratify": {"artifact": "bins", "alpha": 2},
+    }
+)
+
+
 def candidate(
     role: str, policy: Policy, seconds: list[float], ratio: float, *raced: float, survived: bool
 ) -> Candidate:
@@ -183,6 +203,28 @@ def test_policies_in_words() -> None:
         (BY_PROMPT, "one of: small drafts 2 tokens a round; no draft, one token a round"),
     ):
         assert words in policy_in_words(parse_policy(document).spelled_out())
+
+
+def test_short_names() -> None:
+    heuristic = {"kind": "heuristic", "gamma_max": 20}
+    stop = {"kind": "max_prob", "threshold": 0.206}
+    for made, name in (
+        (AUTOREGRESSIVE, "autoregressive"),
+        (policy("small", 0), "small K=0"),
+        (FAST, "small K=4"),
+        (MANY_SIZES, "a-draft-with-a-long-name-of-its-own by load 1:8 .. 64:0"),
+        (BINNED_TREE, "head analytic 2-14 tree 12 coupled N=60 bins 2"),
+        (
+            parse_policy({"draft": "a", "window": heuristic, "stop": stop}),
+            "a heuristic 20 max prob 0.21",
+        ),
+        (
+            parse_policy({"draft": "a", "shortlist": {"kind": "clusters", "artifact": "x"}}),
+            "a K=4 clusters 12",
+        ),
+        (parse_policy(BY_PROMPT), parse_policy(BY_PROMPT).label()),
+    ):
+        assert short_name(made) == name
 
 
 def report(made: Tuned, **more: Any) -> TuningReport:
@@ -348,26 +390,6 @@ def test_two_policies_of_one_label_are_told_apart() -> None:
     incumbent = replace(raced[0], role="incumbent")
     text = printed(tuning_result(tuned(raced[0], incumbent, *raced, incumbent)))
     assert all(f"{p.label()} [{p.id[:6]}]" in text for p in (first, second))
-
-
-MANY_SIZES = parse_policy(
-    {
-        "draft": "a-draft-with-a-long-name-of-its-own",
-        "window": {
-            "kind": "by_load",
-            "gamma": {"1": 8, "2": 7, "4": 6, "8": 5, "16": 4, "32": 3, "64": 0},
-        },
-    }
-)
-BINNED_TREE = parse_policy(
-    {
-        "draft": "head",
-        "window": {"kind": "analytic", "gamma_max": 14, "gamma_min": 2},
-        "growth": {"kind": "top_k", "width": 12, "score": "coupled"},
-        "select": {"top_n": 60},
-        "stratify": {"artifact": "bins", "alpha": 2},
-    }
-)
 
 
 def long_labels() -> Tuned:

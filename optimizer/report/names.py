@@ -17,7 +17,7 @@ SPELLED: Final = 4
 def short_name(policy: Policy) -> str:
     """A policy in a few words, e.g. ``small K=4``, ``head tree 8x4 N=60`` (width, levels, nodes) or
     ``small by load 1:5 3:2``; not all that it says."""
-    if not policy.speculates or getattr(policy, "by_prompt", None) is not None:
+    if policy.draft == "none" or getattr(policy, "by_prompt", None) is not None:
         return policy.label()
     # Read by kind: no type holds the blocks of all.
     window, growth, stop, shortlist = _blocks(policy)

@@ -113,7 +113,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         command=command,
         purpose=purpose,
         lead=[*drift_in_words(tuned.probes_s), *reasons(tuned), *saved],
-        facts=facts.items(),
+        facts=[(name, value) for name, value in facts.items() if value not in (None, "")],
         sections=list(sections(report)),
     )
 
@@ -170,7 +170,8 @@ def sections(report: TuningReport) -> Iterator[tuple[str, list[Panel]]]:
         "Milliseconds over requests; with few requests p99 is the slowest.",
         table=latency_table(tuned),
     )
-    yield "Requests", [*_categories(evidence.categories, tuned), latency]
+    of = "load" if report.evidence.about.get("load") else "category"
+    yield "Requests", [*_categories(evidence.categories, tuned, of), latency]
     drafts = [_positions(report.acceptance)] if report.acceptance else []
     if drafts := [*drafts, *_rounds(evidence.rounds, next(iter(series.values())))]:
         yield "Drafts", drafts
@@ -208,9 +209,11 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     )
 
 
-def _categories(speeds: Mapping[str, Mapping[str, float]], tuned: Tuned) -> Iterator[Panel]:
-    """The winner beside the others that were executed on what it was executed on; nothing where
-    nothing won, or nobody else was."""
+def _categories(
+    speeds: Mapping[str, Mapping[str, float]], tuned: Tuned, of: str
+) -> Iterator[Panel]:
+    """The winner beside the others that were executed on what it was executed on, by category
+    ``of`` request, or load; nothing where nothing won, or nobody else was."""
     series, winner = series_of(tuned), tuned.winner.id
     executed = {c.id: c.executed_requests for c in tuned.candidates}
     policies = [p for p, number in executed.items() if number >= executed[winner] and p in speeds]
@@ -224,8 +227,8 @@ def _categories(speeds: Mapping[str, Mapping[str, float]], tuned: Tuned) -> Iter
         ahead += max(by_policy, key=by_policy.__getitem__) == winner
     yield Panel(
         "categories",
-        f"The winner is fastest in {ahead} of {len(categories)} categories",
-        f"Measured speed by category of request, of {len(policies)} policies that were executed "
+        f"The winner is fastest in {ahead} of {_counted(len(categories), of)}",
+        f"Measured speed by {of}, of {len(policies)} policies that were executed "
         f"on the same {tuned.unit}.",
         charts.rows("categories", "tokens/s", marks, series, 0.0),
     )
@@ -267,6 +270,12 @@ def family(document: Json) -> str:
     return "no draft" if draft == "none" else f"{draft}: {kind}{bins}"
 
 
+def _counted(number: int, unit: str) -> str:
+    """A number of units, whose name is in the singular."""
+    several = f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
+    return f"{number} {unit if number == 1 else several}"
+
+
 def _tried(report: TuningReport) -> Panel:
     speeds: dict[str, list[float]] = {}
     for trial in report.study.trials:
@@ -280,5 +289,6 @@ def _tried(report: TuningReport) -> Panel:
     winner = executed[report.evidence.tuned.winner.id]
     columns = ("family", "policies", "best predicted tokens/s", "executed")
     table = PolicyTable(columns, rows, winner=names.index(winner) if winner in names else None)
-    title = f"{sum(map(len, speeds.values()))} policies of {len(rows)} families were replayed"
+    families = _counted(len(rows), "family")
+    title = f"{sum(map(len, speeds.values()))} policies of {families} were replayed"
     return Panel("tried", title, table=table)
