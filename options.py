@@ -77,7 +77,9 @@ class Option:
         """As a user types it."""
         if self.argument:
             return self.key.upper()
-        return f"--set {self.key}" if self.hidden else f"--{self.name}"
+        if self.hidden:
+            return f"--set {self.key}"
+        return f"--{'no-' * (self.default is True)}{self.name}"
 
 
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
@@ -257,12 +259,6 @@ def settings_of(
     settings._sources = sources
     settings._file = None if config is None else str(config.file)
     return settings
-
-
-def without_effect(settings: Settings, *prefixes: str) -> str:
-    """The options typed whose keys begin so, to be named in a note; empty where there is none."""
-    typed = (o for key, o in options_of(type(settings)).items() if settings.typed(key))
-    return ", ".join(sorted(o.spelled for o in typed if o.key.startswith(prefixes)))
 
 
 def typed_words(

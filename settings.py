@@ -198,10 +198,18 @@ WHERE = {
     "texts": "where texts are decoded",
     "since": "with --since",
     "executed": "where policies are executed",
-    "load": "with --arrivals",
+    "panoramas": "where drafts read texts",
+    "load": "under a load",
+    "alone": "without --arrivals",
+    "search": "where policies are searched",
+    "trees": "where trees are measured",
+    "bins": "on bins",
+    "classifier": "on classifier",
+    "static-tree": "on static-tree",
+    "router": "on router",
 }
-"""Where a setting of a tuning may act, in words: on a bench, or where requests are decoded, a
-sample is taken, policies are executed."""
+"""Where a setting may act, in words: on a bench, or where requests are decoded, a sample is taken,
+policies are executed, and the like; what is fitted."""
 
 
 def setting(
@@ -219,8 +227,8 @@ def setting(
     """A field: its default, its help, its option where that has another name, and the environment
     variable that may say it. A ``hidden`` one has no option and is said by ``--set KEY=VALUE``; an
     ``argument`` is a word without an option's name, and in Python ``positional``, as others may be.
-    A trailing underscore of a field's name is no part of its key. ``acts``: where it acts in a
-    tuning, some of :data:`WHERE`; everywhere if empty."""
+    A trailing underscore of a field's name is no part of its key. ``acts``: where it acts, some
+    of :data:`WHERE`; everywhere if empty."""
     extra: dict[str, Any] = {"option": option, "env": env, "hidden": hidden, "argument": argument}
     extra["acts"] = acts.split()
     extra["positional"] = argument or positional
@@ -299,7 +307,7 @@ class SearchSettings(Group):
     """What `tune` tries by replay."""
 
     gamma_max: int = setting(
-        16, "Longest drafts recorded and searched.", ge=2, le=64, acts="native"
+        16, "Longest drafts recorded and searched.", ge=2, le=64, acts="native panoramas"
     )
     trials: int = setting(
         400,
@@ -352,7 +360,7 @@ class RaceSettings(Group):
 class LoadSettings(Group):
     """How requests come, many at once."""
 
-    acts: ClassVar[str] = "load engine server"
+    acts: ClassVar[str] = "load"
 
     arrivals: str | None = setting(
         None,
@@ -366,6 +374,7 @@ class LoadSettings(Group):
     objective: Literal["throughput", "tpot", "goodput"] = setting(
         "throughput",
         "What is best: tokens/s, time per token, or requests/s within ttft and tpot.",
+        acts="search",
     )
     ttft: Duration | None = setting(None, "Goodput: the most to the first token, e.g. 500ms.")
     tpot: Duration | None = setting(None, "Goodput: the most per later token, e.g. 40ms.")
@@ -429,9 +438,9 @@ class InPlace(Settings):
 class OnDevice(Settings):
     """Says where models run."""
 
-    device: Device = setting("auto", "Device of the models.")
+    device: Device = setting("auto", "Device of the models.", acts="native server panoramas")
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Type of the weights.", hidden=True, acts="native server"
+        "auto", "Type of the weights.", hidden=True, acts="native server panoramas"
     )
     threads: Count | None = setting(
         None, "CPU threads; by default 1 for a small pair.", hidden=True, acts="native executed"
@@ -791,7 +800,9 @@ class Record(WithPolicy):
     search: SearchSettings = group(SearchSettings(), "gamma_max")
     trees: TreesSettings = group(TreesSettings(width=0), "width", "depth")
     resume: str | None = setting(None, "Make the panoramas that this recording lacks.")
-    fresh: bool = setting(False, "Begin anew instead of resuming an unfinished recording.")
+    fresh: bool = setting(
+        False, "Begin anew instead of resuming an unfinished recording.", acts="texts"
+    )
     workers: str | None = setting(None, WORKERS, hidden=True)
 
 
@@ -811,10 +822,14 @@ class Profile(OnDevice, OnPair):
     gamma_max: int | None = setting(
         None, "Longest drafts measured; default: 16, on an engine 8.", ge=1, le=64
     )
-    contexts: Lengths = setting((), "Context lengths; default: those that the recording serves.")
-    repeats: int = setting(1, "Sweeps over all that is measured.", ge=1, le=10_000)
-    trees: bool = setting(True, "Measure what trees cost.")
-    recording: str | None = setting(None, "Measure on its texts; default: the pair's newest.")
+    contexts: Lengths = setting(
+        (), "Context lengths; default: those that the recording serves.", acts="native"
+    )
+    repeats: int = setting(1, "Sweeps over all that is measured.", ge=1, le=10_000, acts="native")
+    trees: bool = setting(True, "Measure what trees cost.", acts="native")
+    recording: str | None = setting(
+        None, "Measure on its texts; default: the pair's newest.", acts="trees engine"
+    )
 
 
 class Simulate(InPlace):
@@ -829,13 +844,17 @@ class Simulate(InPlace):
     recording: str = setting(
         "latest", "Id of a recording, or the beginning of one.", positional=True
     )
-    since: Moment | None = setting(None, "All decoded since so long ago (24h), or a moment.")
+    since: Moment | None = setting(
+        None, "All decoded since so long ago (24h), or a moment.", acts="alone"
+    )
     limit: Count | None = setting(None, "Only the first N requests.")
-    profile: str | None = setting(None, "Latency profile; default: the latest that fits.")
+    profile: str | None = setting(
+        None, "Latency profile; default: the latest that fits.", acts="alone native"
+    )
     engine: Literal["vllm"] | None = setting(None, "This engine's latest recording.")
     device: Device = setting("auto", "Whose profile; default: as recorded.", hidden=True)
     load: LoadSettings = group(LoadSettings(), "arrivals", "ttft", "tpot")
-    per_round: AnyPath | None = setting(None, "Write one JSON line per round.")
+    per_round: AnyPath | None = setting(None, "Write one JSON line per round.", acts="alone")
 
 
 class Tune(InPlace, OnWorkload):
@@ -849,7 +868,9 @@ class Tune(InPlace, OnWorkload):
 
     example = "tune --pair pair.json --workload chats.jsonl --temperature 0.7 --budget 10m"
 
-    device: Device = setting("auto", "Device of the models.", hidden=True, acts="native server")
+    device: Device = setting(
+        "auto", "Device of the models.", hidden=True, acts="native server panoramas"
+    )
     deployment: Deployment = setting(
         "default", "Name under which a policy is in force.", env="SPECTUNE_DEPLOYMENT"
     )
@@ -891,19 +912,32 @@ class Generate(InPlace, OnDevice, OnPair):
 
 
 class Fitting(Group):
-    """How much a fit takes; what is not said is as the paper, or the recording, has it."""
+    """How much a fit takes; what is not said is as the paper, or the recording, has it. ``acts``:
+    the kinds that take it."""
 
-    depth: int | None = setting(None, "Levels of the trees.", ge=1, le=64)
-    width: int | None = setting(None, "Children of a node.", ge=1, le=32)
-    top_n: int | None = setting(None, "Bins: nodes kept of a tree.", ge=1, le=256)
-    nodes: int | None = setting(None, "Static tree: its nodes.", ge=1, le=256)
-    starts: Count | None = setting(None, "Rounds of trees that are fitted to, at most.")
-    hidden: int | None = setting(None, "Hidden units.", ge=2, le=65_536)
-    epochs: int | None = setting(None, "Passes over the examples.", ge=1, le=1000)
-    clusters: Count | None = setting(None, "Token clusters; by default by the size of the head.")
-    labels: Count | None = setting(None, "Router: most probable tokens that are positive.")
-    contexts: Count | None = setting(None, "Router: contexts of a corpus; by default a million.")
-    seed: Seed = setting(0, "Seed of the fit.")
+    depth: int | None = setting(
+        None, "Levels of the trees.", ge=1, le=64, acts="bins classifier static-tree"
+    )
+    width: int | None = setting(None, "Children of a node.", ge=1, le=32, acts="bins classifier")
+    top_n: int | None = setting(None, "Bins: nodes kept of a tree.", ge=1, le=256, acts="bins")
+    nodes: int | None = setting(None, "Static tree: its nodes.", ge=1, le=256, acts="static-tree")
+    starts: Count | None = setting(
+        None, "Rounds of trees that are fitted to, at most.", acts="bins classifier"
+    )
+    hidden: int | None = setting(None, "Hidden units.", ge=2, le=65_536, acts="classifier router")
+    epochs: int | None = setting(
+        None, "Passes over the examples.", ge=1, le=1000, acts="classifier router"
+    )
+    clusters: Count | None = setting(
+        None, "Token clusters; by default by the size of the head.", acts="router"
+    )
+    labels: Count | None = setting(
+        None, "Router: most probable tokens that are positive.", acts="router"
+    )
+    contexts: Count | None = setting(
+        None, "Router: contexts of a corpus; by default a million.", acts="router"
+    )
+    seed: Seed = setting(0, "Seed of the fit.", acts="bins classifier router")
 
 
 class Fit(InPlace, OnDevice, OnPair):

@@ -231,9 +231,18 @@ def test_prompts_that_went_through_a_template_before_are_told(door: Door, folder
     [
         (
             "record --resume latest --fresh",
-            "no effect with --resume, whose texts are there: --fresh",
+            "no effect: --fresh (acts where texts are decoded)",
         ),
-        (f"simulate --policy '{FIXED}' --ttft 1s", "no effect without --arrivals: --ttft"),
+        (f"simulate --policy '{FIXED}' --ttft 1s", "no effect: --ttft (acts under a load)"),
+        (
+            "fit bins --draft near --set fit.hidden=8 --set fit.depth=2",
+            "no effect: --set fit.hidden (acts on classifier or on router)",
+        ),
+        (
+            "profile --engine vllm --no-trees --set dtype=float64",
+            "no effect: --set dtype (acts on the native decoder, with --url or where drafts read "
+            "texts); --no-trees (acts on the native decoder)",
+        ),
         (
             "tune --recording latest --set sampling.top_p=0.9 --limit 9",
             "no effect: --limit (acts where texts are decoded, with --since, with --engine or with "

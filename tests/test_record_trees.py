@@ -124,7 +124,7 @@ def test_resume_of_what_was_never_finished_says_how_to_finish_it(
     begun = store.create_recording(Asked(*of, options=whole.options)).id
     again = ("record", "--pair", door.pair, "--gamma-max", 4)
     called = door.call(*again, "--resume", begun, "--max-new-tokens", 99)
-    assert "no effect with --resume, whose texts are there: --max-new-tokens" in called.stderr
+    assert "no effect: --max-new-tokens (acts where texts are decoded)" in called.stderr
     assert f"recording {begun} was never finished: the `record` that began it" in called.stderr
 
 

@@ -23,13 +23,13 @@ from spectune.db.urls import parse_url
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.inputs import policy_of, read_files
 from spectune.optimizer.tuning.sources import recording_named
-from spectune.options import typed_words, without_effect
+from spectune.options import idle_options, typed_words
 from spectune.runtime.hardware import hardware, sees_cuda
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations, lacks_template
-from spectune.settings import TYPED, OnPair, OnWorkload, RequestsSettings, Settings
+from spectune.settings import TYPED, OnPair, OnWorkload, Settings
 from spectune.traces.errors import OutputError, PairError, PolicyError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
@@ -66,20 +66,11 @@ class Talk:
     progress: Progress = silent
     console: Console | None = None
 
-    def no_effect(self, settings: Settings, why: str, *prefixes: str) -> None:
-        """One note on the options that were typed below these keys."""
-        if options := without_effect(settings, *prefixes):
-            self.tell(f"no effect {why}: {options}")
-
-
-OF_TEXTS = (
-    "workload",
-    *(f"requests.{key}" for key in RequestsSettings.model_fields if key != "limit"),
-)
-OF_TEXTS += ("sampling.",)
-"""Keys that say which texts are decoded, and how, but for how many."""
-DECODED = (*OF_TEXTS, "requests.limit")
-"""Keys that say what is decoded, and how."""
+    def no_effect(self, settings: Settings, here: Collection[str]) -> None:
+        """One note on the options that were typed and do not act ``here``, some of
+        :data:`spectune.settings.WHERE`."""
+        if idle := idle_options(settings, here):
+            self.tell(f"no effect: {idle}")
 
 
 @contextmanager

@@ -152,7 +152,6 @@ class ServedWorkload:
         """``every_draft``: texts are to fit all drafts of the pair, not the policy's alone."""
         quiet_transformers(talk)
         engine = engine_named(s.engine)
-        talk.no_effect(s, f"({engine.title} chooses them itself)", "device", "dtype")
         self.spec, self.name, self.threads = spec, s.engine, s.threads
         self.options = DecodeOptions.of(s.sampling)
         check_options(engine, self.options)

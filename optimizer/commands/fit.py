@@ -19,28 +19,25 @@ from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.fit.sequoia import fit_sequoia
 from spectune.optimizer.fit.shared import StoredFit
 from spectune.optimizer.tuning.sources import sample_since
+from spectune.options import options_of
 from spectune.settings import Fit
 from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.store import TraceStore
 
-TREES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "bins": (fit_heterospec, ("depth", "top_n", "width", "starts", "seed")),
-    "classifier": (fit_c2t, ("depth", "width", "hidden", "epochs", "starts", "seed")),
-    "static-tree": (fit_sequoia, ("nodes", "depth")),
+TREES: Mapping[str, Any] = {
+    "bins": fit_heterospec,
+    "classifier": fit_c2t,
+    "static-tree": fit_sequoia,
 }
-"""Fits of recorded trees, and what of `fit` they take."""
-HEADS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "frequencies": (fit_fr_spec, ()),
-    "router": (fit_router, ("clusters", "contexts", "hidden", "labels", "epochs", "seed")),
-}
-"""Fits that read the pair's models, and what of `fit` they take."""
+"""Fits of recorded trees."""
+HEADS: Mapping[str, Any] = {"frequencies": fit_fr_spec, "router": fit_router}
+"""Fits that read the pair's models."""
 
 
 def fit(s: Fit, talk: Talk) -> Result:
-    keys = {**TREES, **HEADS}.get(s.kind, (None, ()))[1]
-    unused = [f"fit.{key}" for key in type(s.fit).model_fields if key not in keys]
-    talk.no_effect(s, f"on {s.kind}", *unused)
-    options = {key: v for key in keys if (v := getattr(s.fit, key)) not in (None, ())}
+    talk.no_effect(s, [s.kind, "native"])
+    taken = [o for o in options_of(type(s.fit)).values() if s.kind in o.acts]
+    options = {o.key: v for o in taken if (v := getattr(s.fit, o.key)) not in (None, ())}
     with open_store(s, create=s.kind not in TREES) as store:
         if s.kind == "chooser":
             stored = _chooser(store, s, talk)
@@ -65,7 +62,7 @@ def _trees(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> St
     if s.draft is None:
         raise ConfigError("--draft is needed: whose trees are fitted to")
     source = tree_source(store, _recording(store, s, talk), s.draft)
-    stored: StoredFit = TREES[s.kind][0](source, progress=talk.progress, **options)
+    stored: StoredFit = TREES[s.kind](source, progress=talk.progress, **options)
     return stored
 
 
@@ -78,7 +75,7 @@ def _head(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> Sto
     drafts = (s.draft,) if s.kind == "router" and s.draft is not None else ()
     options["corpus"] = s.corpus
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
-    function = HEADS[s.kind][0]
+    function = HEADS[s.kind]
     stored: StoredFit = function(store, recording, pair, *drafts, progress=talk.progress, **options)
     return stored
 

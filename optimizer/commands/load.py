@@ -47,7 +47,6 @@ def simulate_under_load(
 ) -> Result:
     """The figures of one policy, a row for each load, beside the tokens/s of a server without a
     draft and of one that keeps it loaded and drafts 0 tokens."""
-    talk.no_effect(s, "on one policy", "load.objective")
     objective = Objective("throughput", s.load.ttft, s.load.tpot)
     how: dict[str, Any] = {"limit": s.limit, "unit": s.load.unit, "tell": talk.tell}
     bench = engine_bench(store, info, [policy], s.load.arrivals or "", objective, **how)
@@ -93,7 +92,6 @@ def simulate_decoder(
 ) -> Result:
     """The figures of one policy on the native decoder, a row for each load, beside the tokens/s of
     no draft."""
-    talk.no_effect(s, "on one policy", "load.objective")
     if profile is None:
         raise PolicyError(
             "no latency profile of this pair and device in the recording's dtype, so what steps of "

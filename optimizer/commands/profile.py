@@ -37,8 +37,7 @@ def profile(s: Profile, talk: Talk) -> Result:
 
 def _native(s: Profile, talk: Talk) -> Result:
     """Of the native decoder."""
-    if not s.trees:
-        talk.no_effect(s, "with --no-trees, as it says on which texts trees are", "recording")
+    talk.no_effect(s, ["native", *["trees"] * s.trees])
     with open_store(s, create=True) as store:
         spec = pair_of(s, store, s.recording)
         pair = load(s, spec, talk)
@@ -113,8 +112,7 @@ def _checks(check: Mapping[str, Any]) -> str:
 def _on_engine(s: Profile, talk: Talk) -> Result:
     """Serves a design on an engine, records it, and shows the costs that are fitted to all that
     was recorded of the engine."""
-    keys = ("contexts", "trees", "repeats", "device", "dtype")
-    talk.no_effect(s, f"on {s.engine}, which is measured while it serves", *keys)
+    talk.no_effect(s, ["engine", "executed"])
     quiet_transformers(talk)
     with open_store(s, create=True) as store:
         spec = pair_of(s, store, s.recording)

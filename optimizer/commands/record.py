@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from spectune.optimizer.commands.common import (
-    DECODED,
     Talk,
     open_store,
     pair_of,
@@ -47,10 +46,8 @@ def record(s: Record, talk: Talk) -> Result:
         raise ConfigError(
             "--resume goes on with what is recorded, without an engine; leave --engine out"
         )
-    if s.resume:
-        talk.no_effect(s, "with --resume, whose texts are there", *DECODED, "fresh")
-    if on_engine:
-        talk.no_effect(s, f"(--engine {s.engine} drafts chains alone)", "trees.")
+    here = {"engine" if on_engine else "native", "panoramas"}
+    talk.no_effect(s, here if s.resume else here | {"texts", "executed"})
     with open_store(s, create=True) as store:
         spec = pair_of(s, store, s.resume)
         if s.policy != "active":

@@ -64,6 +64,7 @@ T = TypeVar("T", Decoded, Answered)
 
 def run(s: RunCommand, talk: Talk) -> Result:
     check_writable(s, outputs=s.outputs, per_round=s.per_round)
+    talk.no_effect(s, ["native" if s.engine == NATIVE else "engine", "texts", "executed"])
     with open_store(s, create=True) as store:
         spec = pair_of(s, store)
         if s.policy != "active":

@@ -41,26 +41,24 @@ def simulate(s: Simulate, talk: Talk) -> Result:
     check_writable(s, per_round=s.per_round)
     with open_store(s) as store:
         info = recording_named(store, s.recording, engine=s.engine)
+        here = "native" if info.engine == "native" else "engine"
+        talk.no_effect(s, ["alone" if s.load.arrivals is None else "load", here])
         device = str(info.options.get("device", "cpu")) if s.device == "auto" else s.device
         deployment = deployment_for(s, info.engine)
         named = info.device_name if s.device == "auto" else ""
         where = info.pair_id, named or device, deployment
         policy = policy_named(store, s.policy, *where, talk)
         if s.load.arrivals is not None:
-            keys = ("since", "profile", "per_round")
             if info.engine == "native":
-                talk.no_effect(s, "under a load on the native decoder", "since", "per_round")
                 from spectune.optimizer.commands.load import simulate_decoder
 
                 dtype = info.options.get("dtype")
                 profile = store.profile_of(info.pair_id, s.profile, device=device, dtype=dtype)
                 return simulate_decoder(store, info, policy, profile, s, talk)
-            talk.no_effect(s, "under a load, whose requests are those that were served", *keys)
             # It reads what a search does, torch with it.
             from spectune.optimizer.commands.load import simulate_under_load
 
             return simulate_under_load(store, info, policy, s, talk)
-        talk.no_effect(s, "without --arrivals", "load.")
         dtype = info.options.get("dtype")
         profile = store.profile_of(info.pair_id, s.profile, device=device, dtype=dtype)
         replayed, opened, approximate = replay(

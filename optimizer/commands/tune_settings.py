@@ -8,7 +8,6 @@ from typing import Any, Final, TypeVar
 from spectune.optimizer.commands.common import Talk, check_writable
 from spectune.optimizer.deployment import check_server
 from spectune.optimizer.replay.loads import loads_of, objective_of
-from spectune.options import idle_options
 from spectune.settings import Tune
 from spectune.traces.errors import ConfigError
 
@@ -62,9 +61,8 @@ def checked(s: T, talk: Talk) -> T:
     here = {bench} | ({"executed"} if bench != "engine" or s.serve else set())
     here |= {"since"} if s.since is not None else set()
     here |= set() if recorded or bench == "engine" else {"texts"}
-    here |= {"load"} if s.load.arrivals is not None else set()
-    if idle := idle_options(s, here):
-        talk.tell(f"no effect: {idle}")
+    here |= {"load", "search"} if bench != "native" or s.load.arrivals is not None else set()
+    talk.no_effect(s, here)
     if s.report != "none":
         check_writable(s, report=s.report)
     return _quick(s, talk) if s.quick and bench == "native" else s
