@@ -21,7 +21,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (set PYTHON=/path/to/python3)" >&2; exit 2; }
 	@echo "installing into $(VENV) (log: $(VENV)/install.log)"
 	@$(PYTHON) -m venv $(VENV)
-	@command -v nvidia-smi >/dev/null 2>&1 || $(CPU_TORCH) >>$(VENV)/install.log 2>&1 || true
+	@command -v nvidia-smi >/dev/null 2>&1 || $(CPU_TORCH) >>$(VENV)/install.log 2>&1 || \
+		echo "no torch for CPUs from download.pytorch.org: taking the usual one, with gigabytes of CUDA"
 	@$(INSTALL) -c constraints.txt -e . $(LOGGED)
 	@touch $@
 
