@@ -116,5 +116,4 @@ def _in_words(row: Mapping[str, Any]) -> dict[str, str]:
         + (f", last {one['last']}" if one["last"] else "")
         for one in row["scheduled"]
     ]
-    since = "" if row["since"] is None else row["since"][:16]
-    return {"gained": gained, "served": shown, "due": "; ".join(due), "since": since}
+    return {"gained": gained, "served": shown, "due": "; ".join(due)}
