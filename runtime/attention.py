@@ -24,11 +24,11 @@ MASKED_ROWS = 128
 """Queries up to which a causal pass over earlier tokens is cheaper under a mask than in two parts.
 """
 APPLIED_ELSEWHERE = (
-    *("dropout", "position_ids", "sliding_window", "use_cache", "output_hidden_states"),
+    *("dropout", "position_ids", "use_cache", "output_hidden_states"),
     *("vision_feature_layer", "vision_feature_select_strategy"),
 )
 """What models say to any attention and is not its part here: nothing is dropped, positions are in
-queries and keys already, texts end before a window slides, and there are no pictures."""
+queries and keys already, and there are no pictures."""
 BACKENDS: Final = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -44,8 +44,9 @@ thread decodes."""
 class _Pass(threading.local):
     """What a model's own code does not hand on to the attention of the pass in hand."""
 
-    length: Tensor | None = None
-    spans: tuple[Span, ...] = ()
+    view: CacheView | None = None
+    windows: list[int | None] | None = None
+    """Where they are asked for: what each layer's attention says of its window."""
 
 
 PASS = _Pass()
@@ -89,20 +90,21 @@ def attend(
     return out.reshape(batch, heads, width, values.shape[-1])
 
 
-def attend_apart(
+def attend_slots(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     spans: Sequence[Span],
+    length: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """:func:`attend` of the tokens of several requests, each over its own of all slots: no mask is
+    """:func:`attend` of the tokens of a pass, each request's over its own of all slots: no mask is
     as wide as the cache."""
     parts = []
-    for first, last, start, stop, mask in spans:
+    for first, last, start, stop, mask, _ in spans:
         own = keys[:, :, start:stop], values[:, :, start:stop]
-        parts.append(attend(query[:, :, first:last], *own, mask, scale=scale))
-    return torch.cat(parts, 2)
+        parts.append(attend(query[:, :, first:last], *own, mask, length, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
@@ -123,15 +125,38 @@ def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tenso
     return _folded(mask, groups, keys.dtype)
 
 
-def layer_masks(view: CacheView, mask: Tensor | None, groups: int) -> Tensor | None:
-    """A pass's mask as :func:`layer_mask` makes it; those of its spans are changed in place."""
-    if mask is not None:
-        return layer_mask(mask, groups, *view.layer(0))
-    view.spans = tuple(
-        s if s.mask is None else s._replace(mask=layer_mask(s.mask, groups, *view.layer(0)))
-        for s in view.spans
-    )
-    return None
+def prepare_masks(view: CacheView, groups: int) -> None:
+    """Makes of a pass's masks what :func:`layer_mask` does, and what layers of a window read."""
+    full, parts = view.full, view.layer(0)
+    sliding = tuple(_slid(view, span) for span in full)
+
+    def ready(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        return tuple(
+            s if s.mask is None else s._replace(mask=layer_mask(s.mask, groups, *parts))
+            for s in spans
+        )
+
+    view.full = view.sliding = ready(full)
+    if any(one is not other for one, other in zip(sliding, full, strict=True)):
+        view.sliding = ready(sliding)
+
+
+def _slid(view: CacheView, span: Span) -> Span:
+    """What a request's tokens read in layers of a window: of what they see, the slots of tokens
+    less than a window before them."""
+    first, last, start, stop, mask, earliest = span
+    window = view.cache.window
+    if window is None or stop - start <= window:  # no more positions are read than slots
+        return span
+    begin = start + max(0, earliest - window + 1)
+    if mask is None and last - first == 1:
+        return span._replace(start=begin)
+    if mask is None:
+        mask = causal_mask(view.slots[first:last] - begin, stop - begin)
+    else:
+        mask = mask[:, begin - start :]
+    near = view.cache.positions[begin:stop] > view.positions[first:last, None] - window
+    return span._replace(start=begin, mask=mask & near)
 
 
 def _folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -186,13 +211,17 @@ def slot_attention(
 
     Raises ValueError for what else a model asks of its attention (sinks, capped or biased scores).
     """
+    window = kwargs.pop("sliding_window", None)
     used = (n for n, v in kwargs.items() if n not in APPLIED_ELSEWHERE and v is not None)
     if (other := next((n for n in used if kwargs[n] is not False), None)) is not None:
         raise ValueError(f"its attention is not reproduced here: it uses {other}")
-    if PASS.spans:
-        out = attend_apart(query, key, value, PASS.spans, scaling)
+    if PASS.windows is not None:
+        PASS.windows.append(window)
+    if (view := PASS.view) is not None:
+        spans = view.full if window is None else view.sliding
+        out = attend_slots(query, key, value, spans, view.length, scaling)
     else:
-        out = attend(query, key, value, attention_mask, PASS.length, scaling)
+        out = attend(query, key, value, attention_mask, None, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 

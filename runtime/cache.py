@@ -1,7 +1,10 @@
 """One tensor of keys and values a model, of numbered slots. It holds no length: a pass is given the
 slots that it writes and how many it reads, and what a rejected draft left behind is masked and
 overwritten. Requests that run together own an extent each: one run of slots, first fit, which they
-keep to their end."""
+keep to their end.
+
+Where layers see a window of positions alone, the cache knows the position of each slot's token: a
+tree's nodes stand in slots behind their text, at positions that follow it."""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class PassTokens(NamedTuple):
     without one they are the last of these slots, and each sees the slots up to its own. ``length``,
     int64 [1]: where the slots that are seen at all end, told on the device. ``hidden`` [n, width]:
     the states that a head reads beside its tokens. ``spans``: whose the tokens are where they are
-    several requests'; then the other fields say nothing of what is read."""
+    several requests'; then the other fields say nothing of what is read. ``earliest``: no position
+    is smaller; a window leaves slots before it unread."""
 
     ids: Tensor
     positions: Tensor
@@ -36,6 +40,7 @@ class PassTokens(NamedTuple):
     length: Tensor | None = None
     hidden: Tensor | None = None
     spans: tuple[Span, ...] = ()
+    earliest: int = 0
 
 
 class Span(NamedTuple):
@@ -47,6 +52,7 @@ class Span(NamedTuple):
     start: int
     stop: int
     mask: Tensor | None
+    earliest: int
 
 
 def together(passes: Sequence[PassTokens]) -> PassTokens:
@@ -58,7 +64,7 @@ def together(passes: Sequence[PassTokens]) -> PassTokens:
     spans, first = [], 0
     for each in passes:
         last = first + len(each.ids)
-        spans.append(Span(first, last, each.start, each.stop, each.mask))
+        spans.append(Span(first, last, each.start, each.stop, each.mask, each.earliest))
         first = last
     stop = max(each.stop for each in passes)
     fed = torch.cat(hidden) if hidden else None
@@ -84,12 +90,20 @@ class LayerShape(NamedTuple):
 class SlotCache:
     """Keys and values of a model's layers: ``states`` [layers, 2, heads, capacity + 1, size]; a
     layer of fewer heads or smaller ones uses the first. The last slot is read by no pass: tokens
-    that only fill up a pass write to it. What was never written is 0."""
+    that only fill up a pass write to it. What was never written is 0.
+
+    ``window``: positions that sliding layers see, a token's own included (None: no layer slides).
+    ``positions`` int64 [capacity + 1] are then those of the tokens in the slots."""
 
     def __init__(
-        self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device | str
+        self,
+        layers: list[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
     ) -> None:
-        self.shapes = layers
+        self.shapes, self.window = layers, window
+        self.positions = torch.zeros(1, dtype=torch.int64, device=device)
         heads = max((layer.heads for layer in layers), default=0)
         size = max((max(layer.key_size, layer.value_size) for layer in layers), default=0)
         self.states = torch.zeros(len(layers), 2, heads, 1, size, dtype=dtype, device=device)
@@ -114,6 +128,10 @@ class SlotCache:
             self.layers = []
         self.states = old.new_zeros(shape)
         self.states[:, :, :, : old.shape[3]] = old
+        if self.window is not None:
+            positions = self.positions.new_zeros(shape[3])
+            positions[: len(self.positions)] = self.positions
+            self.positions = positions
         self.layers = [
             (keys[None, : layer.heads, :, : layer.key_size],
              values[None, : layer.heads, :, : layer.value_size])
@@ -124,6 +142,8 @@ class SlotCache:
         """What a pass sees of the cache. Raises IndexError beyond the capacity."""
         if tokens.stop > self.capacity:
             raise IndexError(f"a pass over {tokens.stop} slots exceeds the cache's {self.capacity}")
+        if self.window is not None:
+            self.positions.index_copy_(0, tokens.slots, tokens.positions)
         return CacheView(self, tokens)
 
     def move(self, slots: list[int], targets: list[int]) -> None:
@@ -132,6 +152,8 @@ class SlotCache:
         if slots != targets:
             moved, into = torch.tensor([slots, targets], device=self.states.device)
             self.states.index_copy_(3, into, self.states.index_select(3, moved))
+            if self.window is not None:
+                self.positions[into] = self.positions[moved]
 
 
 class Extents:
@@ -181,36 +203,32 @@ def first_fit(runs: npt.NDArray[np.int64], count: int, capacity: int, size: int)
 
 
 class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
-    """One pass's part of a :class:`SlotCache`, as transformers' models take it."""
+    """One pass's part of a :class:`SlotCache`, as transformers' models take it. ``full``: what each
+    request's tokens read in layers of full attention; ``sliding``: in those of a window."""
 
     def __init__(self, cache: SlotCache, tokens: PassTokens) -> None:
         super().__init__(layers=[])
-        self.slots, self.length, self.spans = tokens.slots, tokens.length, tokens.spans
-        self._parts, self._start, self._stop = cache.layers, tokens.start, tokens.stop
+        self.cache, self.slots = cache, tokens.slots
+        self.positions, self.length = tokens.positions, tokens.length
+        alone = Span(0, len(tokens.ids), tokens.start, tokens.stop, tokens.mask, tokens.earliest)
+        self.full = self.sliding = tokens.spans or (alone,)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes a layer's keys and values [1, heads, n, size], and returns those that the pass
-        reads, [1, heads, stop - start, size]; all, where it is of several requests."""
-        keys, values = self._parts[layer_idx]
+        """Writes a layer's keys and values [1, heads, n, size], and returns those of all slots."""
+        keys, values = self.cache.layers[layer_idx]
         keys.index_copy_(2, self.slots, key_states)
         values.index_copy_(2, self.slots, value_states)
-        return self._parts[layer_idx] if self.spans else self.read(layer_idx)
+        return keys, values
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, [heads, capacity + 1, size], to write ``slots`` of."""
-        keys, values = self._parts[layer]
+        keys, values = self.cache.layers[layer]
         return keys[0], values[0]
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Those that the pass reads, [1, heads, stop - start, size]."""
-        keys, values = self._parts[layer]
-        start, stop = self._start, self._stop
-        return keys[:, :, start:stop], values[:, :, start:stop]
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._stop, 0
+        return self.full[-1].stop, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

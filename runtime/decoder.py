@@ -274,7 +274,7 @@ class ModelBackend:
         mask = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
         mask[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
         slots, stop = seat.base + root + places, seat.base + root + n + 1
-        return PassTokens(ids, root + depths, slots, mask, stop, seat.base)
+        return PassTokens(ids, root + depths, slots, mask, stop, seat.base, earliest=root)
 
     def commit(self, turns: Sequence[Turn]) -> None:
         slots, targets = list[int](), list[int]()

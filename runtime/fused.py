@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectune.runtime.attention import attend, attend_apart
+from spectune.runtime.attention import attend_slots
 from spectune.runtime.cache import CacheView, LayerShape, PassTokens, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
@@ -72,12 +72,11 @@ def rotate_and_write(
 
 
 class Pass(NamedTuple):
-    """What all layers of a pass read: ``rotary``, cosines and sines [n, D]; the ``mask`` of
-    :func:`runtime.attention.attend`; ``fast``: Triton's kernels run."""
+    """What all layers of a pass read: ``rotary``, cosines and sines [n, D]; the cache; ``fast``:
+    Triton's kernels run."""
 
     rotary: tuple[Tensor, Tensor]
     view: CacheView
-    mask: Tensor | None
     fast: bool
 
 
@@ -112,16 +111,16 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
         try_launch(device, launch)
 
 
-def new_pass(rotary: tuple[Tensor, Tensor], view: CacheView, mask: Tensor | None) -> Pass:
+def new_pass(rotary: tuple[Tensor, Tensor], view: CacheView) -> Pass:
     """A pass by Triton's kernels where they run on the device and dtype of ``rotary``."""
     cos = rotary[0]
-    return Pass(rotary, view, mask, kernels_run(cos.device) and cos.dtype in DTYPES)
+    return Pass(rotary, view, kernels_run(cos.device) and cos.dtype in DTYPES)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
     """The weights of a layer behind its first norm. ``qk_norms``: of queries and keys, a head at a
-    time."""
+    time. ``slides``: it sees the cache's window alone."""
 
     qkv: Product
     output: Product
@@ -134,22 +133,21 @@ class Layer:
     kv_heads: int
     head_dim: int
     scale: float
+    slides: bool = False
 
     def forward(
         self, normed: Tensor, residual: Tensor, index: int, parts: Pass
     ) -> tuple[Tensor, Tensor]:
         """A part and a residual [n, hidden_size], whose sum layer ``index`` gives for ``residual``,
         ``normed`` by its first norm."""
-        rotary, view, mask, fast = parts
+        rotary, view, fast = parts
         norm = kernels.add_norm if fast else add_norm
         rotate = kernels.rotate_and_write if fast else rotate_and_write
         states, slots = F.linear(normed, *self.qkv), view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
-        if view.spans:
-            keys, values = (x[None] for x in slots)
-            attended = attend_apart(query[None], keys, values, view.spans, self.scale)[0]
-        else:
-            attended = attend(query[None], *view.read(index), mask, view.length, self.scale)[0]
+        keys, values = (x[None] for x in slots)
+        spans = view.sliding if self.slides else view.full
+        attended = attend_slots(query[None], keys, values, spans, view.length, self.scale)[0]
         x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
         normed, residual = norm(x, residual, self.mlp_norm)
         gate_up = F.linear(normed, *self.gate_up)
@@ -173,13 +171,11 @@ class FusedDecoder:
         embedded: Tensor,
         positions: Tensor,
         view: CacheView,
-        mask: Tensor | None,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The last hidden states of n tokens, after the final norm, and those that layers ``taps``
-        read (the number of layers: what the last one gives), [n, hidden_size] each. ``mask``: that
-        of :func:`runtime.attention.attend`."""
-        parts = new_pass(self.rotary(embedded, positions), view, mask)
+        read (the number of layers: what the last one gives), [n, hidden_size] each."""
+        parts = new_pass(self.rotary(embedded, positions), view)
         norm = kernels.add_norm if parts.fast else add_norm
         normed, residual = norm(embedded, None, self.norms[0])
         tapped = {0: residual}
@@ -199,8 +195,9 @@ class FusedDecoder:
 UNLIKE: Final = "its modules are not those of a Llama, or their weights quantized or shared"
 
 
-def fuse(decoder: Any) -> FusedDecoder | str:
-    """The fused passes of a model's decoder, or why it has none (empty: switched off)."""
+def fuse(decoder: Any, windows: Sequence[int | None]) -> FusedDecoder | str:
+    """The fused passes of a model's decoder, or why it has none (empty: switched off). ``windows``:
+    those of its layers."""
     if not switched_on():
         return ""
     if {name for name, _ in decoder.named_children()} != CHILDREN:
@@ -211,7 +208,11 @@ def fuse(decoder: Any) -> FusedDecoder | str:
     if norm is None or not layers or len(layers) < len(parts):
         return UNLIKE
     norms = [*(first for first, _ in layers), norm]
-    fused = FusedDecoder([layer for _, layer in layers], norms, decoder.rotary_emb)
+    own = [
+        replace(layer, slides=window is not None)
+        for (_, layer), window in zip(layers, windows, strict=True)
+    ]
+    fused = FusedDecoder(own, norms, decoder.rotary_emb)
     return _difference(fused, decoder) or fused
 
 
@@ -298,7 +299,7 @@ def _difference(fused: FusedDecoder, decoder: Any) -> str:
     shape = LayerShape(first.kv_heads, first.head_dim, first.head_dim)
     cache = SlotCache([shape], x.dtype, x.device)
     cache.reserve(count)
-    parts = new_pass(rotary, cache.view(PassTokens(ids, slots, slots, None, count)), None)
+    parts = new_pass(rotary, cache.view(PassTokens(ids, slots, slots, None, count)))
     for index, (layer, norm) in enumerate(zip(fused.layers, fused.norms, strict=False)):
         if (layer.kv_heads, layer.head_dim) != (first.kv_heads, first.head_dim):
             return f"layer {index} has heads of other sizes"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ LEAST_TOLERANCE = 1e-3
 finer."""
 SAMPLE_TOKENS = 16
 """Tokens on which a loaded model is compared with its own code."""
+SAMPLE_WINDOW = 4
+"""Positions that its sliding layers see meanwhile, so that the sample reaches beyond them."""
 READABLE = "give a checkpoint in bfloat16, or of a quantization that transformers reads"
 CACHE_SCALES = re.compile(r".+\.(([qkv]|kv|qkv|prob)_(scale|zero_point)|[kv]_proj\.output_scale)")
 """Tensors by which engines quantize a cache; a cache in floating point needs none."""
@@ -213,14 +216,15 @@ def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> 
     loaded.reserve(length)
     half = length // 2
     parts = [(ids[:half], 0), (ids[half:], half)]
-    ours = torch.cat([loaded.chain(x, at, logits=len(x))[0] for x, at in parts if len(x)])
-    model.set_attn_implementation("eager")
-    try:
-        states = loaded._decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        shorter = model(input_ids=ids[None, : half or 1], use_cache=False).logits[0].float()
-    finally:
-        model.set_attn_implementation(attention.NAME)
+    with _narrowed(loaded):
+        ours = torch.cat([loaded.chain(x, at, logits=len(x))[0] for x, at in parts if len(x)])
+        model.set_attn_implementation("eager")
+        try:
+            states = loaded._decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            shorter = model(input_ids=ids[None, : half or 1], use_cache=False).logits[0].float()
+        finally:
+            model.set_attn_implementation(attention.NAME)
 
     def away(logits: Tensor) -> float:
         """A part of the logits' spread, as at half of the tokens: a router of experts may round to
@@ -241,3 +245,20 @@ def _check_reproduced(loaded: CausalModel, path: str, sample: Sequence[int]) -> 
             f"{loaded.name}: the attention of {path} is not reproduced here (its logits are off by "
             f"{off:.1%} of their spread from those of transformers' eager attention)"
         )
+
+
+@contextmanager
+def _narrowed(loaded: CausalModel) -> Iterator[None]:
+    """Narrows the sliding windows of a model, ours and transformers', to SAMPLE_WINDOW."""
+    config, cache = loaded._decoder.config, loaded.cache
+    theirs, ours = getattr(config, "sliding_window", None), cache.window
+    if theirs is not None:
+        config.sliding_window = min(theirs, SAMPLE_WINDOW)
+    if ours is not None:
+        cache.window = min(ours, SAMPLE_WINDOW)
+    try:
+        yield
+    finally:
+        cache.window = ours
+        if theirs is not None:
+            config.sliding_window = theirs

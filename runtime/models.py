@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from spectune.runtime import attention
-from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, layer_masks
+from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, prepare_masks
 from spectune.runtime.cache import LayerShape, PassTokens, SlotCache, together
 from spectune.runtime.checkpoints import scaled_positions
 from spectune.runtime.fused import fuse, try_kernels
@@ -152,7 +152,9 @@ class SlotModel(ABC):
         positions = self._positions[start:stop]
         slots = self._positions[base + start : base + stop] if base else positions
         first = base + self.first_slot
-        return PassTokens(ids, positions, slots, None, base + stop, first, hidden=hidden)
+        return PassTokens(
+            ids, positions, slots, None, base + stop, first, hidden=hidden, earliest=start
+        )
 
     def chain(
         self,
@@ -252,11 +254,11 @@ class CausalModel(SlotModel):
         attention.register()
         config = model.config.get_text_config()
         kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-        kinds -= {"full_attention"}
+        kinds -= {"full_attention", "sliding_attention"}
         if kinds or getattr(config, "attn_logit_softcapping", None):
             raise PairError(
                 f"{name}: attention of kind {min(kinds, default='soft-capped')} is not supported "
-                "yet; layers must be of full attention"
+                "yet; layers must be of full attention, or of a sliding window"
             )
         model.set_attn_implementation(attention.NAME)
         if config._attn_implementation != attention.NAME:
@@ -276,24 +278,37 @@ class CausalModel(SlotModel):
         parameters = inspect.signature(self._decoder.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._taps: tuple[int, ...] = ()
-        self.cache = self._empty_cache()
+        self.cache, windows = self._empty_cache()
         try_kernels(self.cache, heads, self.hidden_size)
-        fused = fuse(self._decoder)
+        fused = fuse(self._decoder, windows)
         self.fused = None if isinstance(fused, str) else fused
         self.unfused = fused if isinstance(fused, str) else ""
         kv_heads = {layer.heads for layer in self.cache.shapes}
         self._groups = heads // max(kv_heads) if len(kv_heads) == 1 else 1
 
-    def _empty_cache(self) -> SlotCache:
-        """A cache of the sizes that a pass of one token shows."""
-        shown = DynamicCache()
+    def _empty_cache(self) -> tuple[SlotCache, list[int | None]]:
+        """A cache of the sizes that a pass of one token shows, and the windows of the layers (None:
+        of full attention). Raises PairError for windows of several sizes."""
+        shown, windows = DynamicCache(), list[int | None]()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._decoder(input_ids=token, use_cache=True, **{self.cache_name: shown})
+        PASS.windows = windows
+        try:
+            self._decoder(input_ids=token, use_cache=True, **{self.cache_name: shown})
+        finally:
+            PASS.windows = None
+        sizes = {window for window in windows if window is not None}
+        if len(sizes) > 1:
+            told = ", ".join(map(str, sorted(sizes)))
+            raise PairError(
+                f"{self.name}: sliding windows of several sizes ({told} tokens) are not supported "
+                "yet"
+            )
         shapes = [
             LayerShape(int(x.keys.shape[1]), int(x.keys.shape[3]), int(x.values.shape[3]))
             for x in shown.layers
         ]
-        return SlotCache(shapes, shown.layers[0].keys.dtype, self.device)
+        dtype, window = shown.layers[0].keys.dtype, next(iter(sizes), None)
+        return SlotCache(shapes, dtype, self.device, window), windows
 
     def share(self, vocab: int, tokens: Collection[int] | None) -> None:
         """Makes this a draft for a target of ``vocab`` tokens. Those that are not among the shared
@@ -362,25 +377,24 @@ class CausalModel(SlotModel):
 
     def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         (ids, positions), view = tokens[:2], self.cache.view(tokens)
-        mask = layer_masks(view, tokens.mask, self._groups)
+        prepare_masks(view, self._groups)
         rows: dict[int, Tensor]
         if self.fused is not None:
             embedded = self.embedded(ids)
-            states, rows = self.fused.forward(embedded, positions, view, mask, self._taps)
+            states, rows = self.fused.forward(embedded, positions, view, self._taps)
         else:
             layers = [tap for tap in self._taps if tap != FINAL]
             options = {self.cache_name: view, "output_hidden_states": bool(layers)}
-            PASS.length, PASS.spans = view.length, view.spans
+            PASS.view = view
             try:
                 out = self._decoder(
                     input_ids=self._with_row(ids)[None],
                     position_ids=positions[None],
-                    attention_mask=mask,
                     use_cache=True,
                     **options,
                 )
             finally:
-                PASS.length, PASS.spans = None, ()
+                PASS.view = None
             states = out.last_hidden_state[0]
             rows = {tap: out.hidden_states[tap][0] for tap in layers}
         taps = [states if tap == FINAL else rows[tap] for tap in self._taps]
@@ -406,15 +420,12 @@ def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:
 
 
 def _reach(config: Any) -> int:
-    """Tokens up to which hidden states are functions of the prefix as they are computed here. A
-    sliding window shows all of a shorter text; LongRoPE turns keys in another way from its switch
-    on, and dynamic scaling, beyond ``max_position_embeddings``, by the longest position of a
-    pass."""
+    """Tokens up to which hidden states are functions of the prefix as they are computed here.
+    LongRoPE turns keys in another way from its switch on, and dynamic scaling, beyond
+    ``max_position_embeddings``, by the longest position of a pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     longest = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     reach = [scaled_positions(longest, rope, ("linear",))]
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-        reach.append(int(config.sliding_window))
     if rope.get("rope_type") == "longrope":
         name = "original_max_position_embeddings"
         reach.append(int(rope.get(name) or getattr(config, name, None) or reach[0]))

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 TEXT = [
     "def add(a, b):\n    return a + b\n",
@@ -21,6 +27,20 @@ TEXT = [
     "Question: Ann has 3 apples and buys 4 more. How many apples?\nAnswer: 7",
     "for i in range(10):\n    print(i)\n",
 ]
+
+
+WINDOW = 8
+"""Positions that a sliding layer of the tiny models sees."""
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {}),
+    "gpt2": (GPT2LMHeadModel, {}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": WINDOW},
+    ),
+    "mistral": (MistralForCausalLM, {"sliding_window": WINDOW}),
+}
+"""Architectures, and what is their own. Of Gemma's layers the last sees all, of Mistral's none."""
 
 
 def tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
@@ -49,8 +69,11 @@ def tiny_model(
 ) -> Any:
     """A random model of a real architecture whose law is neither flat nor certain."""
     torch.manual_seed(seed)
-    make = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel
-    own = {"num_key_value_heads": 2, "intermediate_size": 2 * hidden} if kind == "llama" else {}
+    make, own = KINDS[kind]
+    if kind != "gpt2":
+        own = {"num_key_value_heads": 2, "intermediate_size": 2 * hidden, **own}
+    if kind == "gemma3":
+        own["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     config = make.config_class(
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -70,7 +93,7 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and ("layers" in name or "h." in name):
                 parameter.mul_(4.0)
-        if kind == "gpt2":
+        if kind in ("gpt2", "gemma3"):  # one matrix is embeddings and head
             model.get_input_embeddings().weight.mul_(8.0)
     return model
 

@@ -37,7 +37,7 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> CausalModel:
     return CausalModel(tiny_model(kind, VOCAB, positions=LONG).to(dtype), "target")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
 def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
     """Making room, and reading a prompt: no tensor has more than 1024 elements a token, where a
     causal mask has 4096.
@@ -53,7 +53,7 @@ def test_memory_grows_with_the_context_not_with_its_square(kind: str) -> None:
     assert largest.elements <= 1024 * LONG
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "mistral"])
 def test_a_pass_without_a_mask_is_causal(kind: str) -> None:
     """Logits after a text read at once, and after a prompt read in parts, against the forward pass
     of transformers with its own attention."""

@@ -241,7 +241,12 @@ def test_a_kernel_that_does_not_fit_leaves_plain_torch(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
 @pytest.mark.parametrize(
-    ("config", "own"), [(LlamaConfig, {}), (Qwen3Config, {"head_dim": 20, "hidden_act": "gelu"})]
+    ("config", "own"),
+    [
+        (LlamaConfig, {}),
+        (Qwen3Config, {"head_dim": 20, "hidden_act": "gelu"}),
+        (MistralConfig, {"sliding_window": 8}),
+    ],
 )
 def test_passes_of_kernels_are_those_of_torch(
     config: type[PreTrainedConfig], own: dict[str, Any], request: pytest.FixtureRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,24 @@ from tokenizers import AddedToken
 from torch import nn
 from transformers import (
     BloomConfig,
+    Cohere2Config,
     CohereConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteSWAConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     NanoChatConfig,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
 )
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
@@ -84,7 +92,8 @@ def loaded(folder: Path, make: type[PreTrainedConfig], **own: Any) -> Any:
             "is not reproduced here: it uses s_aux",
         ),
         (BloomConfig, {"n_layer": 2, "n_head": 4}, "has an attention of its own"),
-        (Gemma3TextConfig, {"head_dim": 12}, "attention of kind sliding_attention"),
+        (Gemma2Config, {"head_dim": 12}, "attention of kind soft-capped"),
+        (Llama4TextConfig, {"head_dim": 12}, "attention of kind chunked_attention"),
     ],
 )
 def test_models_that_would_give_other_texts_are_refused(
@@ -130,6 +139,80 @@ def test_whatever_else_attention_does_is_told_by_transformers_own(
         file.write_text(json.dumps(document | {"architectures": ["OtherForCausalLM"]}))
         with pytest.raises(PairError, match=f"^{name}: the attention of .*{name} is not reprod"):
             load_pair(read_pair(str(tmp_path)), dtype=dtype)
+
+
+EIGHT = {"sliding_window": 8}
+SECOND_SLIDES = {**EIGHT, "use_sliding_window": True, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "own", "fused"),
+    [
+        (MistralConfig, EIGHT, True),
+        (Qwen2Config, SECOND_SLIDES, True),
+        (Qwen3Config, {**SECOND_SLIDES, "head_dim": 12}, True),
+        (Phi3Config, EIGHT, False),
+        (Starcoder2Config, EIGHT, False),
+        (Olmo3Config, EIGHT, False),
+        (Cohere2Config, {**EIGHT, "logit_scale": 1.0}, False),
+        (Gemma2Config, {**EIGHT, "head_dim": 12, "attn_logit_softcapping": None,
+                        "final_logit_softcapping": None}, False),
+        (Gemma3TextConfig, {**EIGHT, "head_dim": 12}, False),
+    ],
+)  # fmt: skip
+def test_sliding_layers_see_what_they_see_in_transformers(
+    tmp_path: Path, make: type[PreTrainedConfig], own: dict[str, Any], fused: bool
+) -> None:
+    """A text of five windows, read in parts at an extent of its own."""
+    target, ids = loaded(tmp_path, make, **own), torch.arange(40).square() % 300
+    assert (target.fused is not None) == fused
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    target.reserve(60)
+    target.read(ids[:25], 0, base=20)
+    one = target.chain(ids[25:26], 25, logits=1, base=20)[0]
+    rest = target.chain(ids[26:], 26, logits=14, base=20)[0]
+    torch.testing.assert_close(torch.cat([one, rest]), expected[25:], rtol=0, atol=1e-5)
+
+
+class SayingConfig(LlamaConfig):
+    model_type = "llama_of_windows"
+
+
+class SayingForCausalLM(LlamaForCausalLM):
+    """A Llama whose layers say windows to their attention and have none in their masks."""
+
+    config_class = SayingConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer, window in zip(self.model.layers, config.said, strict=True):
+            layer.self_attn.register_forward_pre_hook(
+                partial(self._saying, window), with_kwargs=True
+            )
+
+    @staticmethod
+    def _saying(window: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"sliding_window": window}
+
+
+AutoConfig.register(SayingConfig.model_type, SayingConfig)
+AutoModelForCausalLM.register(SayingConfig, SayingForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ([8, 16], r"windows of several sizes \(8, 16 tokens\)"),
+        ([8, 8], "the attention of .* is not reproduced here"),
+    ],
+)
+def test_windows_that_are_not_what_they_say_are_refused(
+    tmp_path: Path, said: list[int], why: str
+) -> None:
+    with pytest.raises(PairError, match=f"^target: .*{why}"):
+        loaded(tmp_path, SayingConfig, said=said)
 
 
 PROJECTION = "model.layers.1.mlp.down_proj.weight"
@@ -203,7 +286,7 @@ def test_weights_that_nothing_dequantizes_are_refused(
     [
         (GraniteConfig, {"logits_scaling": 1.0}, 512),
         (MistralConfig, {"sliding_window": None}, 512),
-        (MistralConfig, {"sliding_window": 64}, 64),
+        (MistralConfig, {"sliding_window": 64}, 512),
         (
             Phi3Config,
             {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectune.runtime.attention import layer_masks
+from spectune.runtime.attention import prepare_masks
 from spectune.runtime.cache import LayerShape, PassTokens, SlotCache
 from spectune.runtime.fused import Layer, Pass, new_pass, try_kernels
 from spectune.runtime.models import CausalModel, SlotModel
@@ -214,9 +214,9 @@ class EagleHead(SlotModel):
         reads a head's hidden states."""
         shape, view = self.net.shape, self.cache.view(tokens)
         assert tokens.hidden is not None
-        mask = layer_masks(view, tokens.mask, shape.heads // shape.kv_heads)
+        prepare_masks(view, shape.heads // shape.kv_heads)
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
-        embedded, parts = self._embed(tokens.ids), new_pass(rotary, view, mask)
+        embedded, parts = self._embed(tokens.ids), new_pass(rotary, view)
         out = self.net(embedded, tokens.hidden, parts, recurrent=recurrent)
         return out, out[:, :0]
 

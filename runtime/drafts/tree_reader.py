@@ -71,10 +71,13 @@ class TreeReader(ABC):
         mask[torch.arange(n, device=device), places] = True
         self._mask = mask
         self._placed += n
-        positions = torch.full((n,), self.length + depth - 1, dtype=torch.int64, device=device)
+        position = self.length + depth - 1
+        positions = torch.full((n,), position, dtype=torch.int64, device=device)
         slots, stop = places + self.base if self.base else places, self.base + first + n
         fed = self.fed(n, parents)
-        return PassTokens(tokens, positions, slots, mask, stop, self.base, hidden=fed)
+        return PassTokens(
+            tokens, positions, slots, mask, stop, self.base, hidden=fed, earliest=position
+        )
 
 
 def propose_trees(readers: Sequence[TreeReader]) -> list[Drafted]:
