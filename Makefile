@@ -12,7 +12,7 @@ LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exi
 # Where it is set, every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help tune test test-vllm lint wheel acceptance acceptance-vllm train clean
+.PHONY: help tune real test test-vllm lint wheel acceptance acceptance-vllm train clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 tune: $(VENV)/.installed ## Record, search, execute and publish for the demo pair
 	$(RUN) cli.py tune --pair demo --limit 48 --max-new-tokens 64 $(ARGS)
+
+TEXTS ?= build/real/texts.jsonl
+
+real: $(VENV)/.installed ## The same for Gemma 3 270M and prompt lookup (fetches 253 MB; its terms apply); TEXTS=FILE: other prompts
+	PYTHONPATH=tools $(RUN) -m gemma.target --out build/real
+	PYTHONPATH=tools $(RUN) -m gemma.texts --out build/real/texts.jsonl
+	$(RUN) cli.py check build/real/pair.json $(TEXTS)
+	$(RUN) cli.py tune --pair build/real/pair.json --workload $(TEXTS) --limit 48 --max-new-tokens 64 $(ARGS)
 
 # Three processes for two cores: many tests wait, for a server, a lease, a process.
 test: $(VENV)/.installed-dev ## The tests (about 7 minutes on two idle cores)
