@@ -39,6 +39,7 @@ MEASUREMENTS = {
     "speed": "checks.speed",
     "batches": "checks.batches",
     "load_native": "checks.load_native",
+    "real": "checks.real",
     "papers": "papers.replayed",
     "papers_executed": "papers.executed",
     "map": "map.cells",
