@@ -163,6 +163,13 @@ def publish(folder: Path, version: int, gammas: dict[str, int], **more: Any) -> 
     put(folder, json.dumps(document))
 
 
+def trial(folder: Path, version: int, gammas: dict[str, int], **more: Any) -> dict[str, Any]:
+    """A trial for the agent that runs, of 60 s in blocks of 10 s."""
+    of = {"version": version, "policy": f"t{version}", "gammas": gammas, "renewal": 1}
+    blocks = {"seed": 7, "block_s": 10, "ttl_s": 60}
+    return {**of, **blocks, "boot": status(folder)["boot"], **more}
+
+
 def put(folder: Path, text: str) -> None:
     (folder / "new").write_text(text)
     os.replace(folder / "new", folder / "policy.json")

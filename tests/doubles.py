@@ -68,6 +68,9 @@ class FakeVllm(ThreadingHTTPServer):
         self.authorization: str | None = None
         """What the last request said."""
         self.boot, self.version, self.policy, self.noted = "f00d", 0, "", 0
+        self.in_force: tuple[int, str] = (0, "")
+        self.tried: dict[str, Any] | None = None
+        self.renewal, self.ends_s = 0, 0.0
         self.table: dict[int, int] = {1: self.most}
         self.taken: list[tuple[int, str]] = []
         """Every version and policy that came into force, in order."""
@@ -181,16 +184,28 @@ class FakeVllm(ThreadingHTTPServer):
         self._append(line)
 
     def read_policy(self) -> None:
-        """Takes up what stands in ``policy.json``."""
+        """Takes up what stands in ``policy.json``: a trial while it is renewed, else what is in
+        force."""
         try:
             document = json.loads((self.folder / "policy.json").read_text())
         except FileNotFoundError:
             document = {"version": 0}
         except ValueError:  # half-written
             return
-        version, in_force = document["version"], (self.version, self.policy)
+        before, trial = (self.in_force, self.tried is None), None
+        self.in_force = document["version"], document.get("policy", "")
+        if tried := document.get("trial"):
+            if tried["boot"] == self.boot and tried["renewal"] > self.renewal:
+                self.renewal, self.ends_s = tried["renewal"], time.monotonic() + tried["ttl_s"]
+            trial = tried if time.monotonic() < self.ends_s else None
+        self.tried = trial
+        is_new = before != (self.in_force, trial is None)
+        document = document if trial is None else trial
+        version, drafts_by = document["version"], (self.version, self.policy)
         is_refused = version == (self.refused or {}).get("version")
-        if is_refused or (version, document.get("policy", "")) == in_force:
+        if is_refused or (version, document.get("policy", "")) == drafts_by:
+            if is_new:
+                self.write_status()
             return
         gammas = {int(n): tokens for n, tokens in document.get("gammas", {"1": self.most}).items()}
         if max(gammas.values()) > self.most or min(gammas.values()) < 0:
@@ -204,8 +219,14 @@ class FakeVllm(ThreadingHTTPServer):
     def write_status(self) -> None:
         document = {
             "format": 1, "boot": self.boot, "pid": 7, "at": time.time(), "engine": self.engine,
-            "in_force": {"version": self.version, "policy": self.policy, "since": time.time()},
-            "refused": self.refused, "fault": None, "noted": self.noted, "dropped": 0,
+            "in_force": {
+                "version": self.in_force[0], "policy": self.in_force[1], "since": time.time(),
+            },
+            "trial": self.tried and {
+                "version": self.version, "policy": self.policy, "since": 1.0, "is_over": False,
+            },
+            "renewal": self.renewal, "refused": self.refused, "fault": None,
+            "noted": self.noted, "dropped": 0,
             "retrace": "retrace 0123abcd",
         }  # fmt: skip
         part = self.folder / "status.json.part"

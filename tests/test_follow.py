@@ -313,14 +313,15 @@ def test_what_was_published_for_batches_is_written_by_batch(
 
 
 def test_a_policy_that_another_put_there_stays(store: TraceStore, agent: Agent) -> None:
-    """Who measures policies in turns writes the file, too: until it ends, whatever ends it, or
+    """Who measures policies in turns writes a trial there, too: until it ends, whatever ends it, or
     something is published."""
     by_hand = {"format": 1, "version": 4, "policy": "mine", "gammas": {"1": 1}}
-    trial = {"version": -3, "gammas": {"1": 2}, "before": by_hand}
+    trial = {**by_hand, "trial": {"version": -3, "gammas": {"1": 2}}}
+    tried = {"version": -3, "policy": "trial", "since": 1.0, "is_over": False}
     one = follower(store, agent, [])
     with FolderLock(agent.folder, "tune", "tuned"):
         (agent.folder / "policy.json").write_text(json.dumps(trial))
-        agent.status(-3, "trial")
+        agent.status(4, "mine", trial=tried)
         agent.write(1, version=-3)
         one.once()
         follower(store, agent, []).once()
@@ -335,6 +336,7 @@ def test_a_policy_that_another_put_there_stays(store: TraceStore, agent: Agent) 
         version = put_in_force(store, PAIR.id, TABLE, deployment="vllm")
         one.once()
         assert agent.policy()["version"] == version
+        assert "trial" not in agent.policy()
 
 
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -439,7 +441,7 @@ def test_what_the_database_does_not_say_takes_nothing_out(
     look(running, "list_publications")
     assert agent.policy() == live
     for one in (running, follower(store, agent, told)):
-        trial = {"version": -3, "gammas": {"1": 2}, "before": live}
+        trial = {**live, "trial": {"version": -3, "gammas": {"1": 2}}}
         (agent.folder / "policy.json").write_text(json.dumps(trial))
         look(one, "newest_publications")
         assert agent.policy() == live
@@ -590,8 +592,9 @@ def test_a_silent_server_is_told(
     since = f"silent since {datetime.fromtimestamp(an_hour_ago, UTC):%Y-%m-%d %H:%M}"
     eventually(lambda: any(f"policy version {version}; server {since}" in line for line in told))
     assert sum(line.startswith(f"server {agent.boot}: {since}") for line in told) == 1
-    agent.status(-1795825699, "trial")
-    eventually(lambda: told[-1].endswith("a tuning tries others"))
+    tried = {"version": -1795825699, "policy": "trial", "since": 1.0, "is_over": False}
+    agent.status(version, TABLE.id, trial=tried)
+    eventually(lambda: told[-1].endswith("another policy is tried"))
     stop.set()
     thread.join(PATIENCE_S)
     assert not [line for line in told if "-1795825699" in line]

@@ -83,7 +83,9 @@ def test_what_was_in_force_is_put_back(
     with opened(door.db) as store:
         follower = Follower(store, fake.folder, "vllm", print, pair=pair.spec)
         follower.once()
-        assert json.loads((fake.folder / "policy.json").read_text())["version"] < 0
+        document = json.loads((fake.folder / "policy.json").read_text())
+        assert document.pop("trial")["version"] == fake.version
+        assert document == policy
         process.send_signal(how)
         assert process.wait(PATIENCE_S) == (130 if how == signal.SIGINT else -how)
         if how == signal.SIGKILL:

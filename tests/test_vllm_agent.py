@@ -30,10 +30,13 @@ from agent_stub import (
     sampled,
     serve,
     status,
+    trial,
     vllm_modules,
     wait_for,
 )  # fmt: skip
 from waiting import eventually
+
+from spectune.engines.vllm.folder import is_candidates
 
 Start = Callable[..., Any]
 
@@ -372,6 +375,165 @@ def test_a_broken_policy_leaves_the_last_in_force(start: Start, folder: Path, te
     assert status(folder)["refused"] is None
 
 
+class Clock:
+    """``time`` for the agent: it stands still, and the wall clock may be stepped apart."""
+
+    def __init__(self) -> None:
+        self.now_s, self.step_s = 1000.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def time(self) -> float:
+        return time.time() + self.step_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(agent: Any) -> Clock:
+    agent.time = Clock()
+    clock: Clock = agent.time
+    return clock
+
+
+def drafts(scheduler: Any) -> int:
+    """The draft tokens of the next step."""
+    return int(scheduler.schedule().num_spec_tokens_to_schedule)
+
+
+def tried(folder: Path) -> tuple[int, bool]:
+    """The version that is tried, and whether that is over."""
+    found = status(folder)["trial"] or {"version": 0, "is_over": True}
+    return found["version"], found["is_over"]
+
+
+def test_a_trial_drafts_in_one_block_of_each_pair(start: Start, folder: Path, clock: Clock) -> None:
+    scheduler = start()
+    scheduler.add("r0")
+    firsts = set[bool]()
+    for seed in (7, 8):
+        of = trial(folder, -seed, {"1": 4}, seed=seed)
+        began_s = clock.now_s
+        for pair in range(12):
+            publish(folder, 1, {"1": 2}, trial={**of, "renewal": 100 * seed + pair})
+            eventually(lambda n=100 * seed + pair: status(folder)["renewal"] == n)
+            for block in (2 * pair, 2 * pair + 1):
+                clock.now_s = began_s + 10 * block + 5
+                assert drafts(scheduler) == (4 if is_candidates(seed, block) else 2)
+            firsts.add(is_candidates(seed, 2 * pair))
+            assert is_candidates(seed, 2 * pair) != is_candidates(seed, 2 * pair + 1)
+            eventually(lambda seed=seed: tried(folder) == (-seed, False))
+            assert status(folder)["in_force"]["version"] == 1
+    assert firsts == {True, False}
+
+
+def test_rounds_say_whether_a_trial_drafted_them(start: Start, folder: Path, clock: Clock) -> None:
+    scheduler = start()
+    publish(folder, 1, {"1": 2}, trial=trial(folder, -5, {"1": 4}, block_s=0))
+    eventually(lambda: tried(folder) == (-5, False))
+    serve(scheduler, 2)
+    clock.now_s += 61
+    serve(scheduler, 2)
+    eventually(lambda: len(lines(folder)) == 4)
+    versions = [{version for *_, version, _, _, _ in line["rounds"]} for line in lines(folder)]
+    assert versions == [{-5}, {-5}, {1}, {1}]
+    eventually(lambda: tried(folder) == (-5, True))
+
+
+def test_a_trial_is_over_when_nobody_renews_it(start: Start, folder: Path, clock: Clock) -> None:
+    """By the process's own clock, in vLLM's thread: whatever the disk, the wall clock and an old
+    file do."""
+
+    def renew(renewal: int, **more: Any) -> None:
+        publish(folder, 1, {"1": 2}, trial={**of, "renewal": renewal, **more})
+
+    scheduler = start()
+    scheduler.add("r0")
+    of = trial(folder, -5, {"1": 4}, block_s=0)
+    renew(1)
+    eventually(lambda: tried(folder) == (-5, False))
+    clock.now_s += 59
+    renew(2)
+    eventually(lambda: status(folder)["renewal"] == 2)
+    clock.now_s += 59
+    clock.step_s = -3600
+    assert drafts(scheduler) == 4
+    scheduler._spectune.stop.set()  # nobody looks into the folder any more
+    scheduler._spectune.thread.join()
+    clock.now_s += 2
+    assert drafts(scheduler) == 2
+    renew(3)
+    watched = scheduler._spectune
+    watched.turn()
+    assert drafts(scheduler) == 4
+    clock.now_s += 61
+    for old in (3, 2, 1):  # as a folder that was moved away and is back
+        renew(old, ttl_s=600)
+        watched.turn()
+        assert drafts(scheduler) == 2
+    put(folder, "{half")
+    watched.turn()
+    assert drafts(scheduler) == 2
+    renew(4)
+    watched.turn()
+    publish(folder, 1, {"1": 2})  # it is ended by hand
+    assert drafts(scheduler) == 4
+    watched.turn()
+    assert drafts(scheduler) == 2
+
+
+def test_a_restarted_server_waits_for_a_new_renewal(
+    start: Start, folder: Path, clock: Clock
+) -> None:
+    start()
+    of = trial(folder, -5, {"1": 4}, block_s=0)
+    publish(folder, 1, {"1": 2}, trial={**of, "renewal": 5})
+    eventually(lambda: tried(folder) == (-5, False))
+    again = start()
+    wait_for(folder, 1)
+    again.add("r0")
+    publish(folder, 1, {"1": 2}, trial={**of, "renewal": 6})
+    watched = again._spectune
+    eventually(lambda: watched.policy_seen and watched.policy_seen[0] == modified(folder))
+    assert (drafts(again), tried(folder)) == (2, (0, True))
+    publish(folder, 1, {"1": 2}, trial=trial(folder, -5, {"1": 4}, block_s=0))
+    eventually(lambda: tried(folder) == (-5, False))
+    assert drafts(again) == 4
+
+
+def modified(folder: Path) -> int:
+    return (folder / "policy.json").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ttl_s": 0}, {"ttl_s": 1e9}, {"ttl_s": float("nan")}, {"block_s": 0.2}, {"block_s": -1},
+        {"block_s": float("nan")}, {"renewal": 1.5}, {"renewal": None}, {"seed": "x"},
+        {"gammas": {"1": MOST + 1}}, {"gammas": None}, {"version": "x"}, {"boot": ...},
+    ],
+)  # fmt: skip
+def test_a_broken_trial_is_refused_and_the_incumbent_drafts(
+    start: Start, folder: Path, wrong: dict[str, Any]
+) -> None:
+    scheduler = start()
+    scheduler.add("r0")
+    good = trial(folder, -4, {"1": 5}, block_s=0)
+    publish(folder, 1, {"1": 2}, trial=good)
+    eventually(lambda: tried(folder) == (-4, False))
+    broken = {**good, "version": -5, "renewal": 2, **wrong}
+    publish(folder, 1, {"1": 2}, trial={k: v for k, v in broken.items() if v is not ...})
+    eventually(lambda: status(folder)["refused"])
+    assert status(folder)["refused"]["version"] == broken["version"]
+    assert status(folder)["in_force"]["version"] == 1
+    assert drafts(scheduler) == 2
+    publish(folder, 1, {"1": 2}, trial={**good, "version": -6, "renewal": 3})
+    eventually(lambda: tried(folder) == (-6, False))
+    assert drafts(scheduler) == 5
+
+
 REFUSED = [
     ({"parallel_config": parallel(data_parallel_size=2)}, None),
     ({"parallel_config": parallel(pipeline_parallel_size=2)}, None),
@@ -620,6 +782,13 @@ def test_a_fault_before_any_statement_changes_nothing_of_vllms(
         assert serve(scheduler, 5, extra_args={"spectune_label": "x"}) == expected
         word = watched.key if watched is not None else "retrace"
         assert serve(scheduler, 5, extra_args={"spectune": word}) == expected
+        of = {"version": -5, "policy": "t", "gammas": {"1": 3}, "seed": 1, "ttl_s": 60}
+        for block_s in (1, 0):
+            of = {**of, "block_s": block_s, "renewal": 2 - block_s}
+            boot = watched.boot if watched is not None else ""
+            publish(folder, 1, {"1": 5}, trial={**of, "boot": boot})
+            time.sleep(0.01)
+            assert serve(scheduler, 2) == {name: expected[name] for name in ("r0", "r1")}
         put(folder, "{")
         time.sleep(0.01)
         assert serve(scheduler, 5, **STRANGE) == expected

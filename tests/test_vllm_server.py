@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doors import Door
@@ -56,8 +57,12 @@ def execute(
     return list(server.execute(prompts, policy, load, sampling=Sampling(), max_new_tokens=8))
 
 
-def policy_file(fake: FakeVllm) -> dict[str, object]:
+def policy_file(fake: FakeVllm) -> dict[str, Any]:
     return dict(json.loads((fake.folder / "policy.json").read_text()))
+
+
+def tried(fake: FakeVllm) -> dict[str, Any]:
+    return dict(policy_file(fake)["trial"])
 
 
 def test_policies_change_rounds_and_no_text(fake: FakeVllm, pair: LoadedPair) -> None:
@@ -98,7 +103,7 @@ def test_what_is_left_unread_does_not_hold_up_the_next(fake: FakeVllm) -> None:
     assert len(execute(server, Load(), prompts=PROMPTS[:1])) == 1
 
 
-def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
+def test_what_is_in_force_stays_beside_what_is_tried(fake: FakeVllm) -> None:
     def document(version: int, gammas: dict[str, int]) -> str:
         return json.dumps({"format": 1, "version": version, "policy": "p", "gammas": gammas})
 
@@ -106,35 +111,37 @@ def test_what_was_in_force_is_put_back(fake: FakeVllm) -> None:
     server = connected(fake)
     assert server.policy == policy("near", 4)  # the server's own
     server.put_in_force(THREE)
-    assert policy_file(fake)["version"] == fake.version < 0
+    assert tried(fake)["version"] == fake.version < 0
+    assert (server.policy, policy_file(fake)["version"]) == (policy("near", 4), 0)
     server.close()
     assert not path.exists()
     path.write_text(document(3, {"1": 4, "3": 2}))
     server = connected(fake)
     assert server.policy == TABLE
     server.put_in_force(THREE)
+    assert (server.policy, policy_file(fake)["version"]) == (TABLE, 3)
     server.close()
     server.close()
-    assert policy_file(fake)["version"] == 3
+    assert policy_file(fake) == json.loads(document(3, {"1": 4, "3": 2}))
     server.put_in_force(THREE)
     path.write_text(document(4, {"1": 1}))  # published meanwhile
     server.put_in_force(THREE)
-    assert policy_file(fake)["version"] == fake.version < 0, "or it would measure another's"
+    assert tried(fake)["version"] == fake.version < 0, "or it would measure another's"
     answers = server.execute(PROMPTS, THREE, Load(2), sampling=Sampling(), max_new_tokens=16)
     next(answers)
     path.write_text(document(4, {"1": 1}))
-    with pytest.raises(EngineError, match="was changed by another meanwhile"):
+    with pytest.raises(EngineError, match="its trial ended, or was changed by another"):
         list(answers)
     server.close()
     assert policy_file(fake)["version"] == 4
     path.write_text('{"format": 1, "version": null}')
     server.put_in_force(THREE)
     server.close()
-    assert policy_file(fake) == {"format": 1, "version": None}
+    assert not path.exists(), "it put nothing in force"
     path.write_text(document(4, {"1": 1}))
     server.put_in_force(TABLE)
     server.close()
-    assert policy_file(fake)["version"] == 4, "not what was there before that"
+    assert policy_file(fake) == json.loads(document(4, {"1": 1}))
     with pytest.raises(PolicyError, match="this server drafts at most 4 tokens, not 7"):
         server.put_in_force(policy("near", 7))
     assert policy_file(fake)["version"] == 4
@@ -152,6 +159,30 @@ def test_a_table_that_is_refused_is_not_measured_as_the_one_before(fake: FakeVll
         assert {step.policy for step in answer.steps} == {chosen.id}
     server.close()
     assert not (fake.folder / "policy.json").exists()
+
+
+def test_what_is_tried_lasts_while_it_is_renewed(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped, or killed, no longer does; one that goes on measures nothing more
+    as the trial's."""
+    running = "spectune.engines.vllm.running"
+    monkeypatch.setattr(f"{running}.RENEW_S", 0.05)
+    monkeypatch.setattr(f"{running}.TTL_S", 2.0)
+    server = connected(fake)
+    server.put_in_force(THREE)
+    version, first = fake.version, tried(fake)["renewal"]
+    eventually(lambda: tried(fake)["renewal"] > first + 40)  # which takes longer than it lasts
+    assert (fake.version, fake.policy) == (version, THREE.id)
+    answers = server.execute(PROMPTS, THREE, Load(2), sampling=Sampling(), max_new_tokens=16)
+    next(answers)
+    monkeypatch.setattr(f"{running}.RENEW_S", 3600.0)
+    eventually(lambda: fake.version == 0)
+    with pytest.raises(EngineError, match="its trial ended, or was changed by another"):
+        list(answers)
+    server.put_in_force(THREE)
+    assert fake.version < version
+    server.close()
 
 
 def test_whose_texts_are_noted_stays(fake: FakeVllm) -> None:

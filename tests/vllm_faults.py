@@ -155,6 +155,11 @@ def _serve_scenes(
         time.sleep(0.002)
     tally.serve(steps, expected, abort=1)
     tally.serve(steps, expected[:2], retrace=0)
+    of = {"version": -5, "policy": "t", "gammas": {"1": 3}, "seed": 1, "ttl_s": 60, "block_s": 1}
+    boot = agent.boot if agent is not None else ""
+    publish(folder, 1, TABLE, trial={**of, "renewal": 1, "boot": boot})
+    time.sleep(0.01)
+    tally.serve(steps, expected[:2])
     for document in ('{"format": 2, "version": 2}', '{"format": 1, "version": 0, "texts": "none"}'):
         put(folder, document)
         time.sleep(0.01)

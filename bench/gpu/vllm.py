@@ -295,16 +295,18 @@ def plain(bench: Bench, clients: int, server: Sender) -> Figures:
 def served(bench: Bench, gamma: int, clients: int, server: RunningServer) -> Figures:
     """A number of draft tokens under a load, and how long it took to come into force, unless it was
     in force before."""
-    policy, before, began = windowed(gamma), server.status().in_force.version, time.monotonic()
+    policy, before, began = windowed(gamma), server.status().trial, time.monotonic()
     server.put_in_force(policy)
     waited, status = time.monotonic() - began, server.status()
     table = table_of(policy, status.engine, server.draft)
     figures = load(bench, server, clients, f"K {gamma} {clients}")
     if fault := server.status().fault:
         raise EngineError(fault)
-    is_new = status.in_force.version != before
+    if status.trial is None:
+        raise EngineError("the trial is gone")
+    is_new = before is None or status.trial.version != before.version
     about = {"gamma": gamma, "in_force_s": waited if is_new else None, "boot": status.boot}
-    return {**about, **figures, "tables": {status.in_force.version: table["gammas"]}}
+    return {**about, **figures, "tables": {status.trial.version: table["gammas"]}}
 
 
 def retraced(bench: Bench, server: RunningServer) -> Figures:

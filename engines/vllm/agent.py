@@ -6,6 +6,10 @@ environment names the folder (``SPECTUNE_FOLDER``) and whose tokens may be noted
 take less). Until a table is published vLLM's behaviour is its own, and whatever of ours fails, vLLM
 goes on as without us, and its log and ``status.json`` say so once.
 
+Beside the table in force ``policy.json`` may have a **trial**, a second table that takes turns with
+it. A trial is over when it has not been renewed for its ``ttl_s``, by this process's monotonic
+clock from when the renewal was read first: whoever stops renewing it has ended it.
+
 Files are its user's alone. ``status.json`` holds a key, which is new with each start: a request
 that carries it is retraced, so that only who may read the folder can ask for that.
 
@@ -16,6 +20,7 @@ thread of its own reads ``policy.json`` and writes ``rounds-*.jsonl`` and ``stat
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import logging
 import os
@@ -43,6 +48,7 @@ IDS_AT_ONCE = 8192  # the most that are encoded while vLLM's thread waits
 ROUNDS_FILE = re.compile(r"rounds-[0-9a-z]+-[0-9]+\.jsonl")
 MAX_WAITING = 256  # finished requests that wait for the disk; more are dropped and counted
 MAX_IN_FLIGHT = 64  # scheduled steps whose results are waited for
+MAX_TTL_S = 600.0  # a trial is renewed more often
 
 
 class GammaTable(NamedTuple):
@@ -52,6 +58,28 @@ class GammaTable(NamedTuple):
     version: int
     policy: str
     lookups: list[tuple[int, list[int] | None]]
+
+
+class Trial(NamedTuple):
+    """A table that drafts beside the one in force, in one block of each pair (``block_s`` 0:
+    always), until ``ends_s``. Moments are of ``perf_counter``, but ``since``, in seconds since
+    1970, when the first block began."""
+
+    table: GammaTable
+    seed: int
+    block_s: float
+    renewal: int
+    began_s: float
+    ends_s: float
+    since: float
+
+    def drafts_at(self, now_s: float) -> bool:
+        """Whether it drafts now; which block of a pair is its own is a hash of the pair's
+        number."""
+        if now_s >= self.ends_s or not self.block_s:
+            return now_s < self.ends_s
+        pair, block = divmod(int((now_s - self.began_s) / self.block_s), 2)
+        return block == hashlib.sha256(f"{self.seed} {pair}".encode()).digest()[0] % 2
 
 
 class Decoding:
@@ -74,6 +102,8 @@ class Agent:
         self.initial = self.table = self.applied = GammaTable(
             0, "", [(0, scheduler.dynamic_sd_lookup)]
         )
+        self.trial: Trial | None = None
+        self.renewal = 0  # the highest that was read
         self.active, self.refusal, self.unchecked = False, "", 0
         self.key, self.labels = f"retrace {os.urandom(16).hex()}", set[str]()
         self.allowed, self.wanted = 0.0, 0.0  # until the environment and policy.json are read
@@ -96,7 +126,10 @@ class Agent:
     # In vLLM's thread
 
     def on_schedule(self) -> None:
-        table, scheduler = self.table, self.scheduler
+        table, trial, scheduler = self.table, self.trial, self.scheduler
+        now_s = time.perf_counter()
+        if trial is not None and trial.drafts_at(now_s):
+            table = trial.table
         lookup, running = table.lookups[-1][1], scheduler.running
         if len(table.lookups) > 1:
             context = sum(r.num_computed_tokens for r in running) / max(1, len(running))
@@ -108,7 +141,7 @@ class Agent:
                 if request.request_id not in self.retraced:
                     request.spec_token_ids = request.spec_token_ids[: self.draft_limit]
             self.draft_limit = None
-        self.applied, self.began_s = table, time.perf_counter()
+        self.applied, self.began_s = table, now_s
 
     def on_scheduled(self, output: Any) -> None:
         scheduler, batch = self.scheduler, len(output.num_scheduled_tokens)
@@ -207,7 +240,7 @@ class Agent:
     def on_fault(self, error: Exception) -> None:
         """Ends all that we do: vLLM's own table is in force again, and nothing is noted."""
         self.active, self.decoding = False, {}
-        self.table = self.applied = self.initial
+        self.table, self.trial, self.applied = self.initial, None, self.initial
         if self.scheduler.dynamic_sd_lookup is not self.initial.lookups[0][1]:
             self.scheduler.dynamic_sd_lookup = self.initial.lookups[0][1]
         self.refusal = self.fault = f"off, and vLLM goes on without it: {error!r}"[:500]
@@ -255,12 +288,8 @@ class Agent:
 
     def read_policy(self) -> None:
         """Puts in force what ``policy.json`` says; what it says wrongly leaves the last table."""
-        path, table, refused, document = (
-            os.path.join(self.folder, "policy.json"),
-            self.initial,
-            None,
-            None,
-        )
+        path, table, trial = os.path.join(self.folder, "policy.json"), self.initial, None
+        refused, document = None, None
         try:
             stat = os.stat(path)
             is_checked = not self.unchecked
@@ -270,25 +299,31 @@ class Agent:
         if seen == self.policy_seen:
             return
         if seen is not None:
+            table, trial = self.table, self.trial
             try:
                 with open(path, "rb") as file:
                     document = json.load(file)
                 self.wanted = share_of(document.get("texts", "all"))
+                if document["format"] != 1:
+                    raise ValueError("its format is not 1")
                 table = self.table_of(document)
+                trial, document = None, document.get("trial")
+                if document is not None:
+                    trial = self.trial_of(document)
             except Exception as error:  # of any shape, or half-written
                 version = document.get("version") if isinstance(document, dict) else None
-                refused, table = {"version": version, "reason": f"policy.json: {error}"}, self.table
+                refused = {"version": version, "reason": f"policy.json: {error}"}
         else:
             self.wanted = 1.0
-        if table is not self.table:
+        if table != self.table:
             self.since = time.time()
-        self.table, self.refused, self.policy_seen = table, refused, seen
+        self.table, self.trial, self.refused, self.policy_seen = table, trial, refused, seen
 
     def table_of(self, document: Any) -> GammaTable:
         """Raises ValueError for what is no policy, or none for this server."""
         version = document["version"]
-        if type(version) is not int or document["format"] != 1:
-            raise ValueError("its format is not 1, or its version no whole number")
+        if type(version) is not int:
+            raise ValueError("its version is no whole number")
         if not version:
             return self.initial
         if self.refusal or self.unchecked:
@@ -297,6 +332,24 @@ class Agent:
         lookups = [(int(least), self.lookup_of(gammas)) for least, gammas in by_context.items()]
         lookups.sort(key=lambda pair: -pair[0])
         return GammaTable(version, str(document["policy"]), lookups)
+
+    def trial_of(self, document: Any) -> Trial | None:
+        """The trial of a renewal, which counts where it is for this start of the server and higher
+        than those that were read: an old file prolongs nothing. Raises ValueError."""
+        last, seed, renewal = self.trial, document["seed"], document["renewal"]
+        block_s, ttl_s = float(document["block_s"]), float(document["ttl_s"])
+        if not (type(seed) is type(renewal) is int and 0 < ttl_s <= MAX_TTL_S):
+            raise ValueError(f"a trial's ttl_s is at most {MAX_TTL_S:g}, its numbers are whole")
+        if block_s and not 1 <= block_s <= MAX_TTL_S:
+            raise ValueError(f"a trial's block_s is 0, or 1 to {MAX_TTL_S:g}")
+        if last is not None and last.table.version != document["version"]:
+            last = None
+        if document["boot"] != self.boot or renewal <= self.renewal:
+            return last
+        self.renewal, now_s = renewal, time.perf_counter()
+        began_s, since = (now_s, time.time()) if last is None else (last.began_s, last.since)
+        table = self.table_of(document)
+        return Trial(table, seed, block_s, renewal, began_s, now_s + ttl_s, since)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
@@ -383,9 +436,11 @@ class Agent:
         refused = {"version": 0, "reason": self.refusal} if self.refusal else None
         in_force = {"version": self.table.version, "policy": self.table.policy}
         counts = {"noted": self.noted, "dropped": self.dropped}
+        trial = None if self.trial is None else described(self.trial)
         document = {
             "format": 1, "boot": self.boot, "pid": os.getpid(), "engine": self.engine,
             "in_force": {**in_force, "since": self.since}, "refused": self.refused or refused,
+            "trial": trial, "renewal": self.renewal,
             "fault": self.fault or None, "retrace": self.key if self.share > 0 else None, **counts,
         }  # fmt: skip
         now, is_soon = time.time(), time.time() < self.status_at + STATUS_S
@@ -401,6 +456,12 @@ class Agent:
     def close(self) -> None:
         self.stop.set()
         self.thread.join(1.0)
+
+
+def described(trial: Trial) -> dict[str, Any]:
+    """What ``status.json`` says of a trial."""
+    about = {"version": trial.table.version, "policy": trial.table.policy, "since": trial.since}
+    return {**about, "is_over": time.perf_counter() >= trial.ends_s}
 
 
 def private(path: str, flags: int) -> int:

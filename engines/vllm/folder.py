@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -109,6 +111,14 @@ class InForce(_Noted):
     policy: str | None = None
 
 
+class Tried(InForce):
+    """A trial that the agent knows: ``since`` its first block began, in seconds since 1970, and
+    whether it ``is_over``, as nobody renewed it."""
+
+    since: Moment = 0.0
+    is_over: bool = False
+
+
 class Refused(_Noted):
     """``version`` is None or 0 where the agent refuses whatever is in ``policy.json``."""
 
@@ -117,13 +127,16 @@ class Refused(_Noted):
 
 
 class Status(_Noted):
-    """``status.json``: which boot of the server writes, what is in force there, what its agent
-    refused, why it failed, how many requests it dropped, when it said so, and what a request says
-    in ``spectune`` of ``vllm_xargs`` to be retraced (None: no texts are noted, and none is)."""
+    """``status.json``: which boot of the server writes, what is in force there, what is tried
+    beside it and the last ``renewal`` of a trial that was read, what its agent refused, why it
+    failed, how many requests it dropped, when it said so, and what a request says in ``spectune``
+    of ``vllm_xargs`` to be retraced (None: no texts are noted, and none is)."""
 
     boot: str = Field(pattern=r"^[0-9A-Za-z]{1,64}$")
     engine: ServerDescription
     in_force: Annotated[InForce, BeforeValidator(lambda value: value or {})] = InForce()
+    trial: Tried | None = None
+    renewal: int = 0
     refused: Refused | None = None
     fault: str | None = None
     retrace: str | None = None
@@ -139,7 +152,8 @@ class Off(_Noted):
 
 
 class NotedRound(NamedTuple):
-    """``version``: of the table that the round was drafted by, 0 for the server's own."""
+    """``version``: of the table that the round was drafted by: of a publication, below 0 of a
+    trial, 0 for the server's own."""
 
     start: Whole
     drafted: Whole
@@ -371,21 +385,39 @@ def read_policy(folder: Path) -> Mapping[str, Any]:
 
 
 def version_of(document: Mapping[str, Any]) -> int:
-    """The version that ``policy.json`` names: of a publication, below 0 of a tuning's trial, 0 for
-    the server's own number of draft tokens, or nothing that can be read."""
+    """The version that ``policy.json`` names: of a publication, 0 for the server's own number of
+    draft tokens, or nothing that can be read."""
     version = document.get("version")
     return version if type(version) is int else 0
-
-
-def without_trial(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``policy.json`` says, or said before a tuning put its trial there."""
-    return object_in(document, "before") if version_of(document) < 0 else document
 
 
 def object_in(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under a key; empty where there is none."""
     value = document.get(key)
     return value if isinstance(value, dict) else {}
+
+
+def trial_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``policy.json`` says of a trial; empty where there is none."""
+    return object_in(document, "trial")
+
+
+def without_trial(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``policy.json`` says of the policy in force."""
+    return {key: value for key, value in document.items() if key != "trial"}
+
+
+def renewed(trial: Mapping[str, Any], status: Status, last: int, ttl_s: float) -> dict[str, Any]:
+    """A trial (its version, table, ``seed`` and ``block_s``) for ``ttl_s`` seconds from when the
+    agent that wrote a status reads it. ``last``: the renewal that was written last, 0 for none."""
+    renewal = max(int(time.time()), status.renewal + 1, last + 1)
+    return {**trial, "boot": status.boot, "ttl_s": ttl_s, "renewal": renewal}
+
+
+def is_candidates(seed: int, block: int) -> bool:
+    """Whether a block of a trial is the candidate's, as the agent has it (``Trial.drafts_at``)."""
+    pair, place = divmod(block, 2)
+    return place == hashlib.sha256(f"{seed} {pair}".encode()).digest()[0] % 2
 
 
 def own_policy(about: Mapping[str, Any], draft: str) -> Policy:

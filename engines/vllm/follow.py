@@ -362,7 +362,9 @@ class Follower:
                 parts.append(f"server silent since {silent}")
             if (runs := status.in_force.version) != version:
                 own = f"version {runs}" if runs else "its own number of draft tokens"
-                parts.append(f"in force there: {own}" if runs >= 0 else "a tuning tries others")
+                parts.append(f"in force there: {own}")
+            if status.trial is not None and not status.trial.is_over:
+                parts.append("another policy is tried")
             parts += [f"{status.dropped} dropped by the agent"] * bool(status.dropped)
             parts += [f"the agent says: {one_line(status.fault, 200)}"] if status.fault else []
         self._tell("; ".join(parts))

@@ -24,6 +24,7 @@ from spectune.engines.vllm.folder import (
     read_policy,
     read_status,
     table_of,
+    trial_of,
     version_of,
     without_trial,
     write_policy,
@@ -89,8 +90,8 @@ class PolicyWriter:
     the newest publication of the deployment, for a pair with the server's models, that the server
     can run. What another database, or a person, put there stays while there is none.
 
-    A tuning may put trials there (versions below 0) while it holds its lock; what is published
-    meanwhile replaces them. One that was killed is undone.
+    A tuning may put trials there while it holds its lock; what is published meanwhile ends them.
+    That of one that was killed is taken out, if it is not over yet.
 
     ``policies``: ids of policies by version, as the agent told them; ``version``: the newest
     publication for the server, 0 for none; ``pair_id``: of the server, empty before it is seen.
@@ -143,7 +144,8 @@ class PolicyWriter:
         status = self.status = read_status(self.folder)
         if status is None:
             return
-        self.policies[status.in_force.version] = status.in_force.policy or ""
+        for table in filter(None, (status.in_force, status.trial)):
+            self.policies[table.version] = table.policy or ""
         try:
             newest = self._learn(status)
         finally:  # also without the database, from what is known of this boot
@@ -299,11 +301,11 @@ class PolicyWriter:
     def _keep(self) -> None:
         """Writes ``policy.json`` where it says something else than what should be in force."""
         found = read_policy(self.folder)
-        base, was_killed = without_trial(found), False
-        if version_of(found) < 0:
+        base, trial, was_killed = without_trial(found), trial_of(found), False
+        if trial:
             was_killed = not is_locked(self.folder, "tune")
-            if not was_killed and not (self._is_new and self._table):
-                return
+            if was_killed or (self._is_new and self._table):
+                trial = {}
         self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
         version, owner = version_of(base), object_in(base, "database")
@@ -318,13 +320,15 @@ class PolicyWriter:
             wanted = {**self._table, **texts}
         elif version > 0 and is_ours:
             wanted = {"version": 0, **texts}
-        elif base is found and texts.items() <= found.items():
+        elif base == found and texts.items() <= found.items():
             if version > 0 and owner and is_known:
                 held = f"policy.json holds version {version} of {owner.get('name')}, which stays"
                 self._say_once(f"{held}: nothing is published here for this server")
             return
         else:
             wanted = {"version": 0, **base, **texts}
+        if trial:
+            wanted = {**wanted, "trial": trial}
         if {"format": FORMAT, **wanted} == found:
             return
         write_policy(self.folder, wanted)
@@ -349,7 +353,7 @@ class PolicyWriter:
             self._acknowledge(now.version, "applied", "")
         if refused is not None and refused.version and self._is_ours(refused.version):
             self._acknowledge(refused.version, "refused", refused.reason)
-        for version in {n.version for n in newest} if now.version >= 0 else ():
+        for version in {n.version for n in newest}:
             if version != now.version and self._answers.get(version) == ("applied", ""):
                 runs = f"version {now.version}" if now.version else "its own number of draft tokens"
                 self._acknowledge(version, "withdrawn", f"the server runs {runs}")

@@ -1,7 +1,8 @@
 """A vLLM server that runs, as an engine that executes for us: requests go to it over HTTP, policies
-by ``policy.json`` of its agent's folder, and rounds are read from the files there.
+by trials in ``policy.json`` of its agent's folder, and rounds are read from the files there.
 
-It is neither started nor stopped here, and others may use it meanwhile.
+It is neither started nor stopped here, and others may use it meanwhile. What is in force is not
+changed: a trial ends when this process no longer renews it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Answered, ExecutionPlan, Load, Prompt, Running, Wanted
 from spectune.engines.vllm.command import SCHEDULER
 from spectune.engines.vllm.folder import (
+    FORMAT,
     SENT,
     NotedRequest,
     Status,
@@ -30,7 +32,9 @@ from spectune.engines.vllm.folder import (
     policy_by,
     read_policy,
     read_status,
+    renewed,
     table_of,
+    trial_of,
     version_of,
     without_trial,
     write_policy,
@@ -39,7 +43,7 @@ from spectune.engines.vllm.follow_policy import served_pair
 from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
-from spectune.traces.errors import EngineError, PolicyError
+from spectune.traces.errors import EngineError, PolicyError, TraceError
 from spectune.traces.schema import Sampling
 from spectune.traces.text import one_line
 
@@ -51,14 +55,19 @@ IN_FORCE_S: Final = 30.0
 """Seconds until a policy is in force."""
 MOST_SENDERS: Final = 512
 """Requests that are on their way at one time."""
+TTL_S: Final = 30.0
+"""Seconds until a trial ends that is not renewed."""
+RENEW_S: Final = 5.0
+"""Seconds between two renewals."""
+NOTHING: Final = {"format": FORMAT, "version": 0}
+"""A ``policy.json`` that puts nothing in force."""
 LOOK_S: Final = 0.02
 """Seconds between two looks into the folder."""
 
 
 class RunningServer(Running):
     """The server at ``url``, whose agent writes into ``folder``: ``spec`` and ``draft`` are its
-    pair (of ``pair``, where one is named) and what drafts in it. :meth:`close` puts the policy back
-    that was in force before.
+    pair (of ``pair``, where one is named) and what drafts in it. :meth:`close` ends what is tried.
 
     Raises EngineError where no such server answers, or its agent does not work, and PairError where
     it serves other models than ``pair`` has.
@@ -81,12 +90,13 @@ class RunningServer(Running):
         self.spec, self.draft = served_pair(status.engine, pair)
         most, seats = status.engine.num_speculative_tokens or 0, status.engine.max_num_seqs
         self.wanted = Wanted(self.draft, most, seats, status.engine.max_len)
-        self._before = read_policy(folder)
-        if version_of(self._before) < 0:  # of a tuning that was killed
-            self._before = without_trial(self._before) or {"version": 0, **self._texts}
         self._tuning: FolderLock | None = None
         self._is_reserved = False
         self._version, self._policies = 0, {0: ""}
+        self._trial: Mapping[str, Any] | None = None
+        """What is tried now; ``_version``: the last that was."""
+        self._renewal, self._renewed_s = 0, 0.0
+        self._renewing: threading.Thread | None = None
         self._token, self._executions = f"{SENT}{secrets.token_hex(4)}", 0
         self._tail, self._lock = Tail(folder, status.boot), threading.Lock()
         # A warm-up request; that it is noted in the folder proves that the folder is this server's.
@@ -97,30 +107,31 @@ class RunningServer(Running):
     @property
     def policy(self) -> Policy:
         """What is in force: the table of ``policy.json``, else the server's own."""
-        gammas = self._before.get("gammas")
-        if self.draft == "none" or not self._before.get("version") or not gammas:
+        document = read_policy(self.folder)
+        gammas = document.get("gammas")
+        if self.draft == "none" or not version_of(document) or not gammas:
             return own_policy(self.runs_on, self.draft)
-        return policy_by(self.draft, gammas, self._before.get("contexts", {}))
+        return policy_by(self.draft, gammas, document.get("contexts", {}))
 
     def close(self) -> None:
-        """Puts back what was in force, unless somebody else has put something there since. Policies
-        can be put in force again afterwards."""
+        """Ends what is tried, unless somebody else has ended it since. Policies can be put in force
+        again afterwards."""
         with self._lock, ExitStack() as after:
             if self._tuning is not None and not self._is_reserved:
                 after.callback(self._tuning.release)
                 self._tuning = None
-            if version_of(read_policy(self.folder)) != self._version or self._version >= 0:
+            document, self._trial = read_policy(self.folder), None
+            if trial_of(document).get("version") != self._version:
                 return
-            if self._before:
-                write_policy(self.folder, self._before)
-            else:
+            if without_trial(document) == NOTHING:
                 (self.folder / "policy.json").unlink(missing_ok=True)
-            self._version = version_of(self._before)
+            else:
+                write_policy(self.folder, without_trial(document))
 
     @contextmanager
     def reserved(self) -> Iterator[RunningServer]:
         """While the block runs nobody else puts trials into the folder, also where none is tried
-        here; what was in force is put back when it ends. Raises TraceError where another does."""
+        here; what is tried ends with it. Raises TraceError where another does."""
         with self._lock:
             self._reserve()
             self._is_reserved = True
@@ -135,40 +146,61 @@ class RunningServer(Running):
             self._tuning = FolderLock(self.folder, "tune", f"tuned through {self.url}")
 
     def put_in_force(self, policy: Policy) -> None:
+        """Tries a policy for all that the server decodes, until the next, :meth:`close`, or the end
+        of this process: renewed by a thread, it is over :data:`TTL_S` after the last renewal."""
         table = table_of(policy, self._described, self.draft)
         with self._lock:
             found = read_policy(self.folder)
-            is_there = version_of(found) == self._version
-            if is_there and self._policies.get(self._version) == policy.id:
+            if self._is_tried(found) and self._policies[self._version] == policy.id:
                 return
             self._reserve()
-            if version_of(found) >= 0:  # not of ours: it was published meanwhile
-                self._before = found
             version = min(-int(time.time()), *(n - 1 for n in self._policies))  # of no publication
-            # First, so that whatever interrupts the writing is put back.
+            # First, so that whatever interrupts the writing is ended.
             self._version, self._policies[version] = version, policy.id
-            trial = {"version": version, **table, **self._texts, "before": self._before}
-            write_policy(self.folder, trial)
+            self._trial = {"version": version, **table, "seed": 0, "block_s": 0}
+            self._renew(found)
+            if self._renewing is None:
+                self._renewing = threading.Thread(target=self._renew_on, daemon=True)
+                self._renewing.start()
         try:
             self._wait_until_in_force(version, policy)
         except BaseException:
             self._policies[version] = ""  # it is not in force
             raise
 
+    def _is_tried(self, document: Mapping[str, Any]) -> bool:
+        """Whether ``policy.json`` says what is tried here, and that was renewed in time."""
+        is_there = trial_of(document).get("version") == self._version
+        return is_there and self._trial is not None and time.monotonic() < self._renewed_s + TTL_S
+
+    def _renew(self, document: Mapping[str, Any]) -> None:
+        assert self._trial is not None
+        trial = renewed(self._trial, self.status(), self._renewal, TTL_S)
+        base = without_trial(document)
+        base = base if type(base.get("version")) is int else NOTHING
+        write_policy(self.folder, {**base, "trial": trial})
+        self._renewal, self._renewed_s = trial["renewal"], time.monotonic()
+
+    def _renew_on(self) -> None:
+        """Renews what is tried, until nothing is, another has ended it, or it was over."""
+        while True:
+            time.sleep(RENEW_S)
+            with self._lock, suppress(EngineError, TraceError):  # tried again until it is over
+                document = read_policy(self.folder)
+                if not self._is_tried(document):
+                    self._renewing = None
+                    return
+                self._renew(document)
+
     def _wait_until_in_force(self, version: int, policy: Policy) -> None:
         deadline = time.monotonic() + IN_FORCE_S
-        while (status := self.status()).in_force.version != version:
+        while (status := self.status()).trial is None or status.trial.version != version:
             if status.refused is not None and status.refused.version == version:
                 raise PolicyError(f"vLLM refuses {policy.label()}: {status.refused.reason}")
             if time.monotonic() > deadline:
                 fault = f"vLLM took no policy from {self.folder}: {self.agent_fault()}"
                 raise EngineError(self._died() or fault)
             time.sleep(LOOK_S)
-
-    @property
-    def _texts(self) -> dict[str, Any]:
-        """Whose tokens the agent notes, as ``policy.json`` said before."""
-        return {key: value for key, value in self._before.items() if key == "texts"}
 
     def status(self) -> Status:
         """What the agent says now. Raises EngineError where it has written nothing."""
@@ -221,8 +253,9 @@ class RunningServer(Running):
         self.put_in_force(asked.policy)
         yield from self._answers(asked)
         with self._lock:
-            if version_of(read_policy(self.folder)) != self._version:
-                raise EngineError(f"{self.folder}/policy.json was changed by another meanwhile")
+            if not self._is_tried(read_policy(self.folder)):
+                place = f"{self.folder}/policy.json"
+                raise EngineError(f"{place}: its trial ended, or was changed by another meanwhile")
 
     def _answers(self, asked: ExecutionPlan) -> Generator[Answered, None, None]:
         self._executions += 1

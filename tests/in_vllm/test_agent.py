@@ -254,8 +254,8 @@ def test_a_server_that_schedules_ahead_hands_on_what_it_drafts(tmp_path: Path) -
         steps.serve(PROMPTS[:2], max_tokens=20)
         eventually(lambda: status(tmp_path)["noted"] == 2)
         texts, retrace = lines(tmp_path), {"spectune": status(tmp_path)["retrace"]}
-        publish(tmp_path, -1, {"1": 1})
-        eventually(lambda: status(tmp_path)["in_force"]["version"] == -1)
+        publish(tmp_path, 7, {"1": 1})
+        eventually(lambda: status(tmp_path)["in_force"]["version"] == 7)
         beside = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         steps.llm.add_request("beside", PROMPTS[0], beside)
         for number, line in enumerate(texts):

@@ -166,7 +166,7 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
         where: dict[str, Any] = {"url": url, "folder": folder, "db": database}
         served = {MOST: send_noted(server)}
         greedy = followed(folder, database, 0.0)
-        put(folder, -1, {"1": 1})
+        put(folder, 7, {"1": 1})
         beside = threading.Thread(target=send, args=(url,), kwargs={"clients": 1})
         beside.start()
         result = retrace(greedy, **where)
@@ -174,12 +174,12 @@ def test_every_round_follows_from_what_was_retraced(method: str, tmp_path: Path)
         assert result.data["positions"] == len(PROMPTS) * (TOKENS - 1)
         eventually(lambda: len(served_lines(folder)) == 2 * len(PROMPTS))
         served[1] = served_lines(folder)[len(PROMPTS) :]
-        put(folder, -3, {"1": 3})
+        put(folder, 8, {"1": 3})
         served[3] = send_noted(server, clients=3)
         with opened(str(database)) as store:
             count = sum(compare(store, greedy, draft, g, lines) for g, lines in served.items())
         sampled = send_noted(server, temperature=0.8)
-        recording = followed(folder, database, 0.8)  # which ends the table that was put
+        recording = followed(folder, database, 0.8)
         retrace(recording, **where)
         with opened(str(database)) as store:
             sampled_count = compare(store, recording, draft, 3, sampled)
