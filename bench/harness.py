@@ -36,6 +36,7 @@ TIMED = ("fidelity", "regret", "sampled")
 CHECKS = {name: f"checks.{name}" for name in (*EXACT, *TIMED)}
 MEASUREMENTS = {
     "nulls": "checks.nulls",
+    "rollouts": "checks.rollouts",
     "speed": "checks.speed",
     "batches": "checks.batches",
     "load_native": "checks.load_native",
