@@ -293,7 +293,7 @@ def main(db: str | None, config: str | None) -> None:
 
 GROUPS = {
     "schedule": "Tuning again and again: add, edit, list, remove, run.",
-    "policies": "Policies: list, show, activate, rollback, export.",
+    "policies": "Policies: list, show, activate, rollback, rollout, abort, thaw, export.",
     "traces": "Stored requests: list, show, stats, compare, export, import.",
     "db": "The database: show, prune, check.",
 }

@@ -663,6 +663,38 @@ class PoliciesRollback(Placed):
     wait: Duration | None = setting(None, WAIT)
 
 
+class PoliciesRollout(Placed):
+    """Have a policy take turns with what is in force on the servers that are followed, by blocks,
+    until it is proved faster and published, does harm, or neither is shown. It is conducted until
+    then; ended before, it goes on where this is typed again or `schedule run` runs."""
+
+    example = "policies rollout candidate.json --deployment vllm"
+
+    policy: PolicyName = argument(..., "A file, inline JSON, or an id.")
+    reason: str | None = setting(None, "Kept with it.")
+    first_token: Duration | None = setting(
+        None, "Revert where 95% of the first tokens come no sooner."
+    )
+    conduct: bool = setting(True, "Conduct it here: leave that to `schedule run`.")
+    block: Duration = setting(
+        45.0, "Length of the blocks, one of each policy in turns.", hidden=True
+    )
+
+
+class PoliciesAbort(Placed):
+    """End the open rollout of a deployment: its servers go on with what is in force."""
+
+    example = "policies abort --deployment vllm"
+
+    reason: str = setting("by hand", "Kept with it.")
+
+
+class PoliciesThaw(InPlace):
+    """Let rollouts begin again in a deployment where three did harm."""
+
+    example = "policies thaw --deployment vllm"
+
+
 class PoliciesExport(Placed):
     """Print a policy as a document, or as another engine's settings where they can say the same:
     JSON on stdout, and on stderr the line that serves with them."""
@@ -890,6 +922,11 @@ class Tune(InPlace, OnWorkload):
         False, "About two minutes: chains only, fewer requests and trials.", acts="native"
     )
     publish: bool = setting(True, "Publish the winner.", acts="executed")
+    rollout: bool = setting(
+        False,
+        "Publish by a rollout, which proves it on the servers' traffic.",
+        acts="engine server",
+    )
     fresh: bool = setting(
         False, "Record and profile anew, whatever is stored.", hidden=True, acts="native server"
     )

@@ -445,7 +445,7 @@ def test_what_the_database_does_not_say_takes_nothing_out(
         (agent.folder / "policy.json").write_text(json.dumps(trial))
         look(one, "newest_publications")
         assert agent.policy() == live
-    assert told.count("a tuning was killed; its trial is taken back") == 2
+    assert told.count("a trial that is over, or that nobody renews, is taken out") == 2
     running.once()
     assert agent.policy()["version"] == second
 

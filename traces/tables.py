@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import JSON, BigInteger, ForeignKey, ForeignKeyConstraint, Index, String
+from sqlalchemy import JSON, BigInteger, ForeignKey, ForeignKeyConstraint, Index, String, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, declared_attr, mapped_column, relationship
 
 from spectune.db.base import Base, Document, Str16, Str32, Str64, Str200
@@ -45,6 +45,8 @@ SAMPLE = "sample"
 NO_TRAFFIC = (DESIGNED, SAMPLE)
 """Sources of recordings that are no traffic of their own."""
 AckStatus = Literal["applied", "refused", "withdrawn"]
+HARM = "reverted"
+"""The verdict of a rollout that did harm."""
 _SAMPLING = JsonOf(asdict, lambda document: Sampling(**document))
 _STRINGS = JsonOf(list, tuple)
 _TEXT = ("recording_id", "ordinal")
@@ -393,6 +395,79 @@ class Acknowledgement(Value):
     status: Mapped[AckStatus] = mapped_column(String(16))
     reason: Mapped[str]
     at: Mapped[datetime]
+
+
+class Rollout(Value):
+    """A policy that takes turns with the incumbent on the servers of a deployment, until a
+    ``verdict``: ``promoted``, :data:`HARM`, ``refused``, ``inconclusive``, ``silent``,
+    ``overtaken`` or ``aborted``. Rows are only ever added; one that has ended never changes, but
+    that a thaw sets ``is_forgiven``. ``incumbent``: the version in force, None for what servers
+    draft by themselves.
+
+    Who conducts it holds a lease (``claims`` is the fencing token), and says in ``standing`` what
+    it has seen, and which ``servers`` are to take turns (boots; None: all). Where nobody conducts
+    it servers try it no longer.
+    """
+
+    # One open at most, whoever begins it.
+    __table_args__ = (
+        Index(
+            "uq_rollout_open", "deployment", "pair_id", "device", unique=True,
+            sqlite_where=text("verdict IS NULL"), postgresql_where=text("verdict IS NULL"),
+        ),
+        {"sqlite_autoincrement": True},
+    )  # fmt: skip
+
+    id: Mapped[int] = mapped_column(primary_key=True, init=False, compare=False)
+    deployment: Mapped[str] = mapped_column(String(100))
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
+    device: Mapped[str]
+    policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
+    incumbent: Mapped[int | None] = mapped_column(ForeignKey("publication.version"))
+    sampling: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
+    seed: Mapped[int]
+    block_s: Mapped[float]
+    first_token_limit_s: Mapped[float | None]
+    evidence: Mapped[Document]
+    actor: Mapped[str]
+    reason: Mapped[str]
+    idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
+    claims: Mapped[int] = mapped_column(default=0)
+    lease_owner: Mapped[Str200 | None] = mapped_column(default=None)
+    lease_until: Mapped[datetime | None] = mapped_column(default=None)
+    standing: Mapped[Document] = mapped_column(default_factory=dict)
+    verdict: Mapped[Str16 | None] = mapped_column(default=None)
+    why: Mapped[str] = mapped_column(default="")
+    ended_at: Mapped[datetime | None] = mapped_column(default=None)
+    is_forgiven: Mapped[bool] = mapped_column(default=False)
+    policy: Mapped[StoredPolicy] = relationship(lazy="joined", innerjoin=True, init=False)
+
+    @property
+    def trial_version(self) -> int:
+        """How agents and their rounds name it; publications are above 0."""
+        return -self.id
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready, as it is told."""
+        named = ("id", "deployment", "pair_id", "device", "incumbent", "actor", "reason")
+        names = (*named, "verdict", "why", "standing")
+        ended = self.ended_at and self.ended_at.isoformat()
+        moments = {"created_at": self.created_at.isoformat(), "ended_at": ended}
+        about = {"policy": self.policy_id, "label": self.policy.label, "worker": self.lease_owner}
+        return {**{name: getattr(self, name) for name in names}, **about, **moments}
+
+
+class RolloutTurn(Value):
+    """Since when a ``boot`` of a server takes turns in a rollout, by the clock that stamps its
+    rounds; or why it does not (``problem``), and since when."""
+
+    rollout_id: Mapped[int] = mapped_column(
+        ForeignKey("rollout.id", ondelete="CASCADE"), primary_key=True
+    )
+    boot: Mapped[Str64] = mapped_column(primary_key=True)
+    since: Mapped[float] = mapped_column(primary_key=True)
+    problem: Mapped[str] = mapped_column(default="")
 
 
 class FollowedServer(Value):

@@ -420,6 +420,12 @@ def is_candidates(seed: int, block: int) -> bool:
     return place == hashlib.sha256(f"{seed} {pair}".encode()).digest()[0] % 2
 
 
+def seed_for(seed: int, boot: str) -> int:
+    """The seed by which a boot of a server takes turns in a rollout: each in an order of its own,
+    so that what all servers see at once is not the candidate's everywhere."""
+    return (seed + zlib.crc32(boot.encode())) % 2**31
+
+
 def own_policy(about: Mapping[str, Any], draft: str) -> Policy:
     """What a server of an agent's description drafts by itself, with its ``draft``."""
     if draft == "none":

@@ -309,7 +309,8 @@ class Follower:
     def _policy_id(self, version: int) -> str:
         """The id of a table's policy; of one that nobody knows any more its version."""
         if version not in self.policy.policies:
-            stored = self.store.published_policy_id(version)
+            rollout = self.store.rollout(-version) if version < 0 else None
+            stored = rollout.policy_id if rollout else self.store.published_policy_id(version)
             self.policy.policies[version] = stored or f"version-{version}"
         return self.policy.policies[version]
 

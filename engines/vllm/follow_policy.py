@@ -23,6 +23,8 @@ from spectune.engines.vllm.folder import (
     object_in,
     read_policy,
     read_status,
+    renewed,
+    seed_for,
     table_of,
     trial_of,
     version_of,
@@ -39,7 +41,7 @@ from spectune.traces.errors import PairError, PolicyError
 from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.publications import Newest
-from spectune.traces.tables import AckStatus, FollowedServer
+from spectune.traces.tables import AckStatus, FollowedServer, Rollout
 from spectune.traces.text import one_line
 
 Texts = str | float | None
@@ -48,6 +50,10 @@ SILENT_S: Final = 30.0
 """Seconds without a word of the agent, which says one each second, until its server is silent."""
 HEARD_S: Final = 15.0
 """Seconds between two times that it is stored when the agent was heard."""
+TTL_S: Final = 60.0
+"""Seconds until the trial of a rollout ends that is not renewed."""
+RENEW_S: Final = 10.0
+"""Seconds between two renewals."""
 
 
 def served_pair(engine: ServerDescription, named: PairSpec | None) -> tuple[PairSpec, str]:
@@ -90,8 +96,9 @@ class PolicyWriter:
     the newest publication of the deployment, for a pair with the server's models, that the server
     can run. What another database, or a person, put there stays while there is none.
 
-    A tuning may put trials there while it holds its lock; what is published meanwhile ends them.
-    That of one that was killed is taken out, if it is not over yet.
+    A rollout that somebody conducts is a trial beside it, which is renewed while the database says
+    so. A tuning may put trials there while it holds its lock; what is published meanwhile ends
+    them. That of one that was killed is taken out, if it is not over yet.
 
     ``policies``: ids of policies by version, as the agent told them; ``version``: the newest
     publication for the server, 0 for none; ``pair_id``: of the server, empty before it is seen.
@@ -125,6 +132,11 @@ class PolicyWriter:
         """Those published for pairs with the server's models."""
         self._is_new = False
         """Whether it was published since the look before."""
+        self._trial: Mapping[str, Any] = {}
+        """What ``policy.json`` is to say of a rollout, as it was renewed last."""
+        self._renewed_s, self._turns = 0.0, set[tuple[object, ...]]()
+        self._pair_drafts: dict[str, str | None] = {}
+        """By pair, which of its drafts the server has loaded."""
         self._answers: dict[int, tuple[AckStatus, str]] = {}
         """The last answer of the server's node to a publication."""
         self._published: dict[int, str] = {}
@@ -148,6 +160,7 @@ class PolicyWriter:
             self.policies[table.version] = table.policy or ""
         try:
             newest = self._learn(status)
+            self._trial = self._trial_of(status)
         finally:  # also without the database, from what is known of this boot
             self._keep()
         self._answer(status, newest)
@@ -157,7 +170,7 @@ class PolicyWriter:
         """What is published in the deployment, of which the newest that the server can run is
         chosen."""
         if status.boot != self._boot:
-            self._chosen_by = self._table = None
+            self._chosen_by, self._table, self._trial = None, None, {}
             self._meet_running(status)
         newest = self.store.newest_publications(self.deployment)
         if (status.boot, newest) != self._chosen_by:
@@ -179,7 +192,65 @@ class PolicyWriter:
         self._answers = {a.version: (a.status, a.reason) for a in answers}
         self._node, self.pair_id, self._draft = row.node, row.pair_id, draft
         self._models, self._heard_s = Models(**row.models), 0.0
-        self._boot = status.boot
+        self._boot, self._pair_drafts = status.boot, {}
+
+    def _trial_of(self, status: Status) -> Mapping[str, Any]:
+        """The trial of a rollout that is for this server now, renewed where that is due; empty
+        where there is none."""
+        for rollout in self.store.conducted_rollouts(self.deployment):
+            standing, draft = rollout.standing, self._draft_for(rollout.pair_id)
+            is_here = rollout.device in devices_of(status.engine.device_name) and draft is not None
+            in_force = 0 if self._table is None else self._table["version"]
+            if not is_here or in_force != (rollout.incumbent or 0):
+                continue
+            servers = standing.get("servers", ())  # before the first look none
+            if servers is not None and status.boot not in servers:
+                continue
+            try:
+                policy = parse_policy(rollout.policy.document, where=f"rollout {rollout.id}")
+                table = table_of(policy, status.engine, draft or "")
+            except PolicyError as error:
+                self._take_turns(rollout, status, status.at, str(error))
+                continue
+            self._tell_turns(rollout, status)
+            seed = seed_for(rollout.seed, status.boot)
+            about = {"version": rollout.trial_version, "seed": seed, "block_s": rollout.block_s}
+            trial = json.loads(json.dumps({**table, **about}))
+            is_same = {**self._trial, **trial, "boot": status.boot} == self._trial
+            if is_same and time.monotonic() < self._renewed_s + RENEW_S:
+                return self._trial
+            self._renewed_s = time.monotonic()
+            return renewed(trial, status, self._trial.get("renewal", 0), TTL_S)
+        return {}
+
+    def _tell_turns(self, rollout: Rollout, status: Status) -> None:
+        """Stores since when the server takes turns, or why it does not."""
+        tried, refused, version = status.trial, status.refused, rollout.trial_version
+        if tried is not None and tried.version == version:
+            self._take_turns(rollout, status, tried.since)
+        if refused is not None and refused.version == version:
+            self._take_turns(rollout, status, status.at, refused.reason)
+        if status.fault:
+            self._take_turns(rollout, status, status.at, status.fault)
+
+    def _take_turns(
+        self, rollout: Rollout, status: Status, since: float, problem: str = ""
+    ) -> None:
+        key = rollout.id, status.boot, problem or since
+        if key not in self._turns:
+            self.store.take_turns(rollout.id, status.boot, since, one_line(problem, REASON_LIMIT))
+            self._turns.add(key)
+            told = f"it does not take part: {problem}" if problem else "the server takes turns"
+            self._tell(f"rollout {rollout.id}: {told}")
+
+    def _draft_for(self, pair_id: str) -> str | None:
+        """The name of the server's draft in a pair; None where that is of other models."""
+        if pair_id not in self._pair_drafts:
+            models = self.store.get_pair(pair_id).models
+            draft = self._models.draft_in(models)
+            is_own = draft is None and pair_id == self.pair_id
+            self._pair_drafts[pair_id] = self._draft if is_own else draft
+        return self._pair_drafts[pair_id]
 
     @property
     def is_in_force(self) -> bool:
@@ -301,11 +372,10 @@ class PolicyWriter:
     def _keep(self) -> None:
         """Writes ``policy.json`` where it says something else than what should be in force."""
         found = read_policy(self.folder)
-        base, trial, was_killed = without_trial(found), trial_of(found), False
-        if trial:
-            was_killed = not is_locked(self.folder, "tune")
-            if was_killed or (self._is_new and self._table):
-                trial = {}
+        base, tried, trial = without_trial(found), trial_of(found), self._trial
+        if (tried or trial) and is_locked(self.folder, "tune"):
+            is_ended = self._is_new and self._table is not None
+            trial = {} if is_ended or tried.get("version") == trial.get("version") else tried
         self._is_new = False
         texts = {} if self.texts is None else {"texts": self.texts}
         version, owner = version_of(base), object_in(base, "database")
@@ -320,26 +390,25 @@ class PolicyWriter:
             wanted = {**self._table, **texts}
         elif version > 0 and is_ours:
             wanted = {"version": 0, **texts}
-        elif base == found and texts.items() <= found.items():
+        elif not (tried or trial) and texts.items() <= found.items():
             if version > 0 and owner and is_known:
                 held = f"policy.json holds version {version} of {owner.get('name')}, which stays"
                 self._say_once(f"{held}: nothing is published here for this server")
             return
         else:
             wanted = {"version": 0, **base, **texts}
-        if trial:
-            wanted = {**wanted, "trial": trial}
-        if {"format": FORMAT, **wanted} == found:
+        is_changed = {"format": FORMAT, **wanted} != base
+        if not is_changed and trial == tried:
             return
-        write_policy(self.folder, wanted)
-        if was_killed:
-            self._tell("a tuning was killed; its trial is taken back")
+        write_policy(self.folder, {**wanted, "trial": dict(trial)} if trial else wanted)
+        if tried and tried.get("version") != trial.get("version"):
+            self._tell("a trial that is over, or that nobody renews, is taken out")
         if self._table is None and version > 0 and not wanted["version"]:
             self._tell(
                 f"version {version} is taken out of policy.json: nothing in deployment "
                 f"{self.deployment} is for this server, which drafts as it was started"
             )
-        if self._table is not None:
+        if self._table is not None and is_changed:
             over = f", over version {version} of {owner.get('name')}" if owner else ""
             told = f"publication {wanted['version']} is in policy.json"
             self._tell(told if is_ours else told + over)

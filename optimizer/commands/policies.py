@@ -17,6 +17,7 @@ from spectune.optimizer.commands.common import (
     policy_named,
 )
 from spectune.optimizer.commands.results import Result, Table, listed
+from spectune.optimizer.commands.rollouts import progress_of
 from spectune.optimizer.deployment import refusal
 from spectune.optimizer.followed_servers import (
     Servers,
@@ -128,6 +129,7 @@ def show(s: PoliciesShow, talk: Talk) -> Result:
     with _lookup(s, s.policy) as store:
         policy = policy_named(store, s.policy, pair_id, device, s.deployment, talk)
         every = store.list_publications(pair_id or None, device or None, s.deployment)
+        rollouts = [r for r in store.rollouts(s.deployment) if r.policy_id == policy.id]
     document = policy.spelled_out()
     data: dict[str, Any] = {"id": policy.id, "label": policy.label(), "policy": document}
     text = f"{policy.id}  {policy.label()}\n{json.dumps(document, indent=2)}"
@@ -144,6 +146,11 @@ def show(s: PoliciesShow, talk: Talk) -> Result:
             f"\npublished as version {newest.version} in deployment {newest.deployment} "
             f"({newest.created_at:%Y-%m-%d %H:%M} UTC): {newest.reason}"
         )
+    data["rollouts"] = [progress_of(r) for r in rollouts]
+    for one in data["rollouts"][:1]:
+        looks = one["standing"].get("looks", ())
+        shown = [f"\n  {o['ratio']:.3f} times as fast by {o['pairs']} pairs" for o in looks]
+        text += f"\n{one['text']}{''.join(shown)}"
     return Result(text, data)
 
 

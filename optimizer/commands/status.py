@@ -9,6 +9,7 @@ from typing import Any
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
+from spectune.optimizer.commands.rollouts import progress_of
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.followed_servers import Servers, answers_in_words
 from spectune.optimizer.schedule import list_schedules
@@ -28,14 +29,19 @@ def status(s: StatusCommand, talk: Talk) -> Result:
         servers = Servers.of(store)
         rows = [_in_force(store, p, names, servers, schedules) for p in store.in_force()]
         followed = servers.deployments()
+        rollouts = store.rollouts(s.deployment, is_open=True)
     # Of a schedule or a follower that waits for a first publication.
     silent = {_deployment(x) for x in schedules} | set(followed)
     rows += [
         _row(name, _due(schedules, name))
         for name in sorted(silent - {r["deployment"] for r in rows})
     ]
+    for row in rows:
+        row["rollouts"] = [progress_of(r) for r in rollouts if r.deployment == row["deployment"]]
     rows = [row for row in rows if s.deployment in (None, row["deployment"])]
     lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
+    of_rollouts = {r["id"]: r["text"] for row in rows for r in row["rollouts"]}
+    lines += of_rollouts.values()
     shown = [{**row, **_in_words(row)} for row in rows]
     text = "\n".join(lines) if rows else "nothing is published, followed or scheduled yet"
     tables = [Table(shown, COLUMNS, "deployments")] if rows else []

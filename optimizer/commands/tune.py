@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
+from spectune.optimizer.commands.rollouts import begin, in_words
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
@@ -56,11 +57,12 @@ from spectune.optimizer.tuning.server_bench import connect, record_draft, server
 from spectune.optimizer.tuning.sources import ServerTuned, recording_named, sample_since, suits
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.pair import PairSpec
+from spectune.runtime.policies.document import Policy
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import PoliciesActivate, PoliciesShow, RunCommand, Tune
 from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Recording
+from spectune.traces.tables import Recording, Rollout
 
 CLIENTS: Final = (1, 4, 8)
 """Clients that a workload is sent to a server by unless --arrivals says how it comes."""
@@ -81,7 +83,7 @@ class Account:
     def options(self, s: Tune, talk: Talk) -> dict[str, Any]:
         """What of :class:`ProveOptions` every tuning is told."""
         about = {"actor": self.actor, "idempotency_key": self.key, "guard": self.guard}
-        return {**about, "publish": s.publish, "tell": talk.tell}
+        return {**about, "publish": s.publish and not s.rollout, "tell": talk.tell}
 
 
 class Ready(NamedTuple):
@@ -112,9 +114,17 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
         s = naming_pair(s, _pair_of_bench(store, bench))
         if isinstance(bench, LoadBench) and bench.start is None:
             result = under_load.search_result(bench.search, talk)
-            why = "predicted alone; --serve proves and publishes"
+            why = "predicted alone; --serve proves and publishes, and so does --rollout"
             data = {**result.data, "published": None, "reason": why}
-            text = result.text + under_load.next_of(bench.search.trial.policy, place, s)
+            policy = bench.search.trial.policy
+            text = result.text + under_load.next_of(policy, place, s)
+            if s.rollout and s.publish:
+                about: dict[str, Any] = {"recording": bench.info.id, "study": bench.search.study_id}
+                begun = _roll_out(store, bench.info, policy, place, talk, account, about)
+                winner = {"policy": policy.id, "label": policy.label()}
+                about |= {"winner": winner, "report": None, "rollout": begun.to_json()}
+                data = {**data, **about, "reason": in_words(begun)}
+                text = f"{result.text}\n{in_words(begun)}"
             return replace(result, text=text, data=data)
         tuned = run_tuning(store, bench, place, options, progress=talk.progress)
     if isinstance(bench, LoadBench):
@@ -137,7 +147,38 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
         lines, tables = [searched.text, *lines], [*searched.tables, *tables]
     where = f"in deployment {place.deployment} on {place.device}"
     lines.append(closing(tuned, where, _hints(tuned, page, place, s)) + tail)
+    if s.rollout and s.publish and tuned.deploys:
+        assert isinstance(bench, LoadBench)
+        evidence = tuned.to_json()
+        begun = _roll_out(store, bench.info, tuned.winner.policy, place, talk, account, evidence)
+        data["rollout"] = begun.to_json()
+        lines.append(in_words(begun))
     return Result("\n".join(lines), data, result.rows, tables, failed=failed)
+
+
+def _roll_out(
+    store: TraceStore,
+    info: Recording,
+    policy: Policy,
+    place: Place,
+    talk: Talk,
+    account: Account | None,
+    evidence: Mapping[str, Any],
+) -> Rollout:
+    """Begins the rollout of what a tuning of an engine chose, once per key of its account."""
+    account = account or Account()
+    return begin(
+        store,
+        policy,
+        info.pair_id,
+        place,
+        talk.tell,
+        actor=account.actor,
+        idempotency_key=account.key,
+        guard=account.guard,
+        reason=f"tuned on recording {info.id}",
+        evidence=evidence,
+    )
 
 
 # ------------------------------------------------------------------------------------- the benches

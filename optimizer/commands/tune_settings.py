@@ -55,6 +55,11 @@ def checked(s: T, talk: Talk) -> T:
         raise ConfigError(
             "--arrivals recorded: name whose traffic is meant: --engine vllm, or --recording"
         )
+    if s.rollout and bench == "native":
+        raise ConfigError(
+            "--rollout: a rollout is judged by what vLLM servers decode that are followed; say "
+            "--engine vllm or --url"
+        )
     objective_of(s.load)
     if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
         loads_of(s.load.arrivals, (), 1, unit=s.load.unit)  # what is wrong is told at once

@@ -3,9 +3,11 @@ published under the slot's key."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
 
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.decoding import load as load_models
@@ -13,6 +15,7 @@ from spectune.optimizer.commands.decoding import quiet_transformers
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.tune import Account, tune_in
+from spectune.optimizer.rollout.conductor import conduct
 from spectune.optimizer.schedule import make_due, run_worker
 from spectune.optimizer.schedule.store import Job
 from spectune.optimizer.schedule.worker import Run
@@ -24,6 +27,9 @@ from spectune.runtime.progress import Progress, silent
 from spectune.settings import ScheduleRun, Tune
 from spectune.traces.store import TraceStore
 
+JOIN_S: Final = 10.0
+"""Seconds that a look at rollouts may take when the worker ends."""
+
 
 def run(s: ScheduleRun, talk: Talk) -> Result:
     with open_store(s, create=True) as store:
@@ -33,12 +39,26 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
         if s.name is not None:
             make_due(store.database, s.name)
         how: dict[str, Any] = {"once": once, "name": s.name, "poll_s": s.poll}
-        outcomes = run_worker(store.database, job, **how, tell=talk.tell)
+        with nullcontext() if once else _conducting(store, talk.tell):
+            outcomes = run_worker(store.database, job, **how, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
     if s.name is not None and not any(outcomes.values()):
         text = f"another worker took {s.name} first; `schedule list {s.name}` says how it ends"
     # Somebody asks how it went: cron, systemd.
     return Result(text, outcomes, exit_code=1 if once and outcomes["failed"] else 0)
+
+
+@contextmanager
+def _conducting(store: TraceStore, tell: Callable[[str], None]) -> Iterator[None]:
+    """Conducts the rollouts that are open from a thread, beside jobs, which may take long."""
+    stop = threading.Event()
+    thread = threading.Thread(target=conduct, args=(store, stop, tell), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(JOIN_S)
 
 
 def tuning_job(
@@ -95,6 +115,7 @@ def _result(data: Mapping[str, Any], page: str | None) -> dict[str, Any]:
         "winner": data["winner"]["policy"],
         "label": data["winner"]["label"],
         "published": data["published"] and data["published"]["version"],
+        "rollout": (data.get("rollout") or {}).get("id"),
         **{name: data[name] for name in ("reason", "recording", "study")},
         "report": page,
     }

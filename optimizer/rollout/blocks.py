@@ -4,7 +4,7 @@ in turns on one server."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spectune.engines.vllm.folder import is_candidates
@@ -12,14 +12,14 @@ from spectune.optimizer.rollout.decision import BLOCK_S, DROPPED_S, Block, Block
 from spectune.traces.schema import Step
 
 SETTLED_S = 60.0
-"""Seconds after a block until it is judged: requests are stored as they end. Longer ones count with
-the blocks that are judged later."""
+"""Seconds after a pair of the usual blocks until it is judged: requests are stored as they end, and
+of what ends later no round counts."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How a trial takes turns on a ``server``: ``since`` when (seconds since 1970, by the clock that
-    stamps its rounds), by which seed, in blocks of how many seconds; and the policies' ids."""
+    """How a trial takes turns on a ``server``: ``since`` when (seconds since 1970, by the clock
+    that stamps its rounds), by which seed, in blocks of how many seconds; the policies' ids."""
 
     server: str
     since: float
@@ -50,34 +50,43 @@ class _Sums:
         return Block(self.seconds, self.tokens, self.arrivals, tuple(self.first_tokens_s))
 
 
-def pairs_of(requests: Iterable[Sequence[Step]], turns: Turns, now: float) -> list[BlockPair]:
-    """The pairs of blocks that are settled ``now``, from the rounds of a server's requests, in
-    order. A round that the policy of its block did not draft is left out: it says which one did,
-    and a clock that was stepped, or a trial that was over, so makes no wrong pair."""
-    sums: dict[int, _Sums] = defaultdict(_Sums)
-    for steps in requests:
-        if not steps:
-            continue
-        arrived = int((steps[0].arrived_s - turns.since) // turns.block_s)
-        sums[arrived].arrivals += 1
+class Tally:
+    """The blocks of a server's trial, from the rounds of its requests as they are stored."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self._blocks: dict[int, _Sums] = defaultdict(_Sums)
+
+    def add(self, steps: Sequence[Step]) -> None:
+        """Counts a request. A round that the policy of its block did not draft is left out: it says
+        which one did, and a clock that was stepped, or a trial that was over, so makes no wrong
+        pair."""
+        turns = self.turns
+        if steps:
+            arrived = int((steps[0].arrived_s - turns.since) // turns.block_s)
+            self._blocks[arrived].arrivals += 1
         for step in steps:
             number = turns.block_at(step.ended_s)
             if number is None or step.policy != turns.policy_of(number):
                 continue
+            block = self._blocks[number]
             if step.reads_prompt:
-                sums[number].first_tokens_s.append(step.ended_s - step.arrived_s)
+                block.first_tokens_s.append(step.ended_s - step.arrived_s)
             else:
-                sums[number].seconds += step.round_s
-                sums[number].tokens += step.emitted
-    settled = int((now - SETTLED_S * turns.block_s / BLOCK_S - turns.since) // turns.block_s) // 2
-    pairs = []
-    for number in range(settled):
-        blocks = [sums[n].block() if n in sums else Block(0.0, 0, 0) for n in _both(turns, number)]
-        pairs.append(BlockPair(turns.server, number, *blocks))
-    return pairs
+                block.seconds += step.round_s
+                block.tokens += step.emitted
 
+    def pairs(self, now: float) -> list[BlockPair]:
+        """Those that are settled ``now`` and count, in order."""
+        turns, pairs = self.turns, list[BlockPair]()
+        waits_s = turns.block_s * SETTLED_S / BLOCK_S
+        for number in range(int((now - waits_s - turns.since) // (2 * turns.block_s))):
+            first, second = 2 * number, 2 * number + 1
+            both = (second, first) if is_candidates(turns.seed, first) else (first, second)
+            if all(n in self._blocks for n in both):
+                blocks = (self._blocks[n].block() for n in both)
+                pairs.append(BlockPair(turns.server, number, *blocks))
+        return [pair for pair in pairs if pair.counts]
 
-def _both(turns: Turns, pair: int) -> tuple[int, int]:
-    """The numbers of the incumbent's and of the candidate's block of a pair."""
-    first, second = 2 * pair, 2 * pair + 1
-    return (second, first) if is_candidates(turns.seed, first) else (first, second)
+    def ended_at(self, pair: BlockPair) -> float:
+        return self.turns.since + 2 * (pair.number + 1) * self.turns.block_s

@@ -27,8 +27,7 @@ BLOCK_S: Final = 45.0
 DROPPED_S: Final = 5.0
 """At the beginning of a block: requests of the other policy's steps are still in the batch."""
 LOOKS: Final = (12, 24, 48, 96)
-"""Pairs after which the policies are compared; further ones, where there are more than
-:data:`FEW_SERVERS` servers, so that each has its three."""
+"""Pairs of each server after which the policies are compared."""
 LEVEL: Final = 1.0 - 0.005 / len(LOOKS)
 FEW_SERVERS: Final = 4
 """Of more servers each is one unit of the estimate, as they differ."""
@@ -146,8 +145,8 @@ def judge(
 
 
 def looks_of(servers: int) -> tuple[int, ...]:
-    """Pairs after which policies are compared on so many servers."""
-    return tuple(math.ceil(count * max(1.0, servers / FEW_SERVERS)) for count in LOOKS)
+    """Pairs of all of so many servers together after which policies are compared."""
+    return tuple(count * servers for count in LOOKS)
 
 
 def compared(pairs: Sequence[BlockPair], servers: int) -> Interval:

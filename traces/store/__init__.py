@@ -5,13 +5,13 @@ from __future__ import annotations
 from spectune.traces.recording import Asked
 from spectune.traces.store.catalog import Catalog
 from spectune.traces.store.followed import Followed
-from spectune.traces.store.publications import Publications
 from spectune.traces.store.recordings import Recordings
+from spectune.traces.store.rollouts import Rollouts
 
 __all__ = ["Asked", "TraceStore"]
 
 
-class TraceStore(Recordings, Catalog, Publications, Followed):
+class TraceStore(Recordings, Catalog, Rollouts, Followed):
     """Everything that is stored, over an open :class:`db.Database`:
     ``TraceStore(open_database("spectune.db"))``.
 

@@ -70,7 +70,7 @@ class Publications(Storage):
                     return done
             require(session, Pair, pair_id)
             require(session, StoredPolicy, policy_id)
-            current = _version(session, pair_id, device, deployment)
+            current = active_version(session, pair_id, device, deployment)
             if expected is not None and expected != current:
                 raise StaleVersionError(
                     f"publication {current} is in force, not {expected} as expected; look at it "
@@ -99,7 +99,7 @@ class Publications(Storage):
     ) -> int:
         """The version in force, 0 if none: the cheap question a watcher polls."""
         with self.database.read() as session:
-            return _version(session, pair_id, device, deployment)
+            return active_version(session, pair_id, device, deployment)
 
     def active_publication(
         self, pair_id: str, device: str, deployment: str = DEFAULT_DEPLOYMENT
@@ -173,7 +173,7 @@ def _of_key(session: Session, key: str) -> Publication | None:
     return session.scalars(select(Publication).where(Publication.idempotency_key == key)).first()
 
 
-def _version(session: Session, pair_id: str, device: str, deployment: str) -> int:
+def active_version(session: Session, pair_id: str, device: str, deployment: str) -> int:
     p = Publication
     of = (p.pair_id == pair_id, p.device.in_(devices_of(device)), p.deployment == deployment)
     return session.scalar(select(func.max(p.version)).where(*of)) or 0

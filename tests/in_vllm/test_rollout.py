@@ -1,0 +1,143 @@
+"""Rollouts on a real vLLM server amid traffic that does not stop: one promotes a policy that is
+faster there, one ends a slower one; no request fails, and no text depends on whose turn it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from databases import opened, put_in_force
+from doors import Door
+from synthetic import policy
+from waiting import eventually
+
+from spectune.demo.prompts import demo_workload
+from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.folder import read_policy, read_status
+from spectune.engines.vllm.follow import Follower
+from spectune.engines.vllm.running import RunningServer
+from spectune.engines.vllm.server import OwnServer
+from spectune.runtime.pair import read_pair
+from spectune.runtime.policies.document import Policy
+from spectune.runtime.text_codec import load_codec
+from spectune.traces.errors import EngineError
+from spectune.traces.schema import Sampling
+
+CLIENTS, TOKENS = 4, 32
+PAIR = read_pair("demo")
+GAMMAS = (8, 2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[OwnServer]:
+    running = OwnServer(PAIR, Wanted("small", max(GAMMAS), 8, 400))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    codec, texts = load_codec(PAIR), [line["turns"][0] for line in demo_workload()][:16]
+    return [Prompt(f"p{n}", "demo", tuple(codec.encode(text))) for n, text in enumerate(texts)]
+
+
+class Traffic:
+    """Clients that send prompts without a pause; ``texts``: each text that a prompt had."""
+
+    def __init__(self, server: RunningServer, prompts: list[Prompt]) -> None:
+        self.server, self.prompts = server, prompts
+        self.texts: dict[int, set[tuple[int, ...]]] = {n: set() for n in range(len(prompts))}
+        self.failures: list[str] = []
+        self.over = threading.Event()
+
+    def _send(self, first: int) -> None:
+        number = first
+        while not self.over.is_set():
+            request = {"prompt": list(self.prompts[number].ids), "max_tokens": TOKENS}
+            try:
+                text = self.server.complete(**request, temperature=0)
+                self.texts[number].add(tuple(text))
+            except EngineError as error:
+                self.failures.append(str(error))
+            number = (number + CLIENTS) % len(self.prompts)
+
+    @contextmanager
+    def flowing(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._send, args=(n,)) for n in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.over.set()
+            for thread in threads:
+                thread.join()
+
+
+def seconds_per_token(answers: list[Answered]) -> float:
+    steps = [step for answer in answers for step in answer.steps if not step.reads_prompt]
+    return sum(step.round_s for step in steps) / sum(step.emitted for step in steps)
+
+
+def slower_and_faster(server: OwnServer, prompts: list[Prompt]) -> tuple[Policy, Policy]:
+    """The slowest and the fastest number of draft tokens on this machine."""
+    speeds = {}
+    for chosen in (policy("small", gamma) for gamma in GAMMAS):
+        how = {"sampling": Sampling(), "max_new_tokens": TOKENS}
+        answers = [list(server.execute(prompts, chosen, Load(CLIENTS), **how)) for _ in range(2)]
+        speeds[seconds_per_token(answers[-1])] = chosen
+    print({chosen.label(): f"{1e3 * s:.2f} ms a token" for s, chosen in speeds.items()})
+    RunningServer.close(server)  # what was tried ends; it goes on
+    return speeds[max(speeds)], speeds[min(speeds)]
+
+
+def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
+    server: OwnServer, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    slow, fast = slower_and_faster(server, prompts)
+    door, told, stop = Door(str(tmp_path / "traffic.db")), list[str](), threading.Event()
+    traffic = Traffic(server, prompts)
+    with opened(str(door.db)) as store:
+        store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
+        first = put_in_force(store, PAIR.id, slow, deployment="vllm")
+        follower = Follower(store, server.folder, "vllm", told.append, pair=PAIR)
+        thread = threading.Thread(target=follower.run, args=(stop,))
+        thread.start()
+        try:
+            with traffic.flowing():
+                eventually(lambda: follower.policy.is_in_force)
+                how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm")
+                how += ("--set", "block=3s", "--json")
+                up = door.call("policies rollout", fast.id, *how)
+                print(up.stdout, up.stderr)
+                promoted = store.active_publication(PAIR.id, "cpu", "vllm")
+                assert promoted is not None
+                assert (up.exit_code, promoted.policy_id) == (0, fast.id)
+                assert promoted.supersedes == first
+                eventually(lambda: follower.policy.is_in_force)
+                down = door.call("policies rollout", slow.id, *how)
+                print(down.stdout, down.stderr)
+                assert down.exit_code == 1
+                assert store.rollouts("vllm")[0].verdict in ("reverted", "inconclusive")
+                assert store.active_version(PAIR.id, "cpu", "vllm") == promoted.version
+                eventually(lambda: "trial" not in read_policy(server.folder))
+        finally:
+            stop.set()
+            thread.join()
+        verdicts = [rollout.verdict for rollout in store.rollouts("vllm")]
+        steps = [
+            s
+            for info in store.list_recordings()
+            for r in store.iterate(info.id, steps=True)
+            for s in r.steps
+        ]
+    status = read_status(server.folder)
+    assert status is not None
+    assert status.in_force.version == promoted.version
+    assert traffic.failures == []
+    assert all(len(texts) == 1 for texts in traffic.texts.values()), "a text depends on the policy"
+    assert {step.policy for step in steps} >= {slow.id, fast.id}
+    assert verdicts == ["reverted", "promoted"]
