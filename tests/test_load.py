@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+from agent_folder import PAIR, Agent
 from browser import browser, laid_out
 from databases import opened
 from doors import Door
@@ -33,6 +34,7 @@ from spectune.api import simulate
 from spectune.db import upgrade
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.vllm.follow import Follower
 from spectune.optimizer.replay.loads import Objective, Served
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.replay.serving import Simulated
@@ -377,7 +379,7 @@ def test_a_load_is_tuned_on_a_schedule(server: Door) -> None:
     at = ["--cron", "@daily", "--now", "--pair", "demo", "--budget", "4s", "--limit", "24", *FEW]
     how = ("--engine", "vllm", "--arrivals", "clients:1,8")
     said = server.refused("schedule", "add", "load", *at, *how)
-    assert "say --serve with --engine" in said
+    assert "say --rollout, or --serve, with --engine" in said
     server.json("schedule", "add", "load", *at, *how, "--serve")
     server.call("schedule", "run", "--once")
     (row,) = server.json("schedule", "list", "load")["schedules"]
@@ -389,3 +391,31 @@ def test_a_load_is_tuned_on_a_schedule(server: Door) -> None:
     assert kept is not None
     assert (kept.actor, kept.evidence["study"]) == ("schedule", result["study"])
     assert Path(result["report"]).exists()
+
+
+def test_what_is_searched_for_is_rolled_out_by_hand_and_on_a_schedule(
+    server: Door, tmp_path: Path
+) -> None:
+    """To servers that are followed, without a request sent; a schedule begins it once."""
+    how = ("--engine", "vllm", "--arrivals", "clients:1,8", *FEW)
+    assert "no server follows deployment vllm" in server.error("tune", *how, "--rollout")
+    with opened(server.db) as store:
+        Follower(store, Agent(tmp_path / "f").folder, "vllm", print, pair=PAIR).once()
+        told = server.json("tune", *how, "--rollout")
+        assert told["published"] is None
+        begun = store.rollout(told["rollout"]["id"])
+        assert begun is not None
+        assert (begun.policy_id, begun.verdict) == (told["winner"]["policy"], None)
+        server.json(
+            "policies", "abort", "--pair", "demo", "--device", "cpu", "--deployment", "vllm"
+        )
+        at = ("--cron", "@daily", "--now", "--pair", "demo", "--rollout")
+        server.json("schedule", "add", "load", *at, *how)
+        server.call("schedule", "run", "--once")
+        (row,) = server.json("schedule", "list", "load")["schedules"]
+        result = row["attempts"][0]["result"]
+        (again,) = store.rollouts(is_open=True)
+        assert (result["published"], result["rollout"]) == (None, again.id)
+        assert (again.actor, again.evidence["study"]) == ("schedule", result["study"])
+    native = server.refused("tune", "--pair", "demo", "--rollout")
+    assert "a rollout is judged by what vLLM servers decode" in native

@@ -13,6 +13,7 @@ from spectune.optimizer.deployment import Place, refusal
 from spectune.optimizer.followed_servers import Servers, able_servers
 from spectune.optimizer.rollout.conductor import conduct
 from spectune.optimizer.rollout.decision import BLOCK_S
+from spectune.optimizer.rollout.words import in_words
 from spectune.optimizer.schedule.worker import stop_on_signals
 from spectune.runtime.policies.document import Policy
 from spectune.settings import PoliciesAbort, PoliciesRollout, PoliciesThaw
@@ -93,21 +94,6 @@ def begin(
         seed=secrets.randbelow(2**31),
         **{"sampling": next(tuned, None), **how},
     )
-
-
-def in_words(row: Rollout) -> str:
-    """A rollout in a line."""
-    against = f"version {row.incumbent}" if row.incumbent else "what servers draft by themselves"
-    about = f"rollout {row.id} of {row.policy.label} against {against} in {row.deployment}"
-    if row.verdict is not None:
-        return f"{about}: {row.verdict}: {row.why}"
-    told = row.standing.get("told", "it waits for a worker: `schedule run` conducts it")
-    return f"{about}: {told}"
-
-
-def progress_of(row: Rollout) -> dict[str, Any]:
-    """What `status` and `policies show` tell of a rollout. JSON-ready."""
-    return {**row.to_json(), "text": in_words(row)}
 
 
 def abort(s: PoliciesAbort, talk: Talk) -> Result:

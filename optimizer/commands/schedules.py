@@ -66,8 +66,10 @@ def edit(s: ScheduleEdit, talk: Talk) -> Result:
 def _document(s: ScheduleAdd, talk: Talk) -> dict[str, Any]:
     """The settings of the `tune`, as they are stored. Raises what :func:`checked` raises, and
     PairError and TraceError."""
-    if bench_of(s) == "engine" and not s.serve:
-        raise ConfigError("a schedule publishes what it proves: say --serve with --engine")
+    if bench_of(s) == "engine" and not (s.serve or s.rollout):
+        raise ConfigError(
+            "a schedule publishes what it proves: say --rollout, or --serve, with --engine"
+        )
     settings = _to_store(checked(s, talk))
     if not (settings.recording or settings.since or settings.engine):
         for line in read_files(settings.workload, settings.requests).notes:

@@ -9,9 +9,9 @@ from typing import Any
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.commands.rollouts import progress_of
 from spectune.optimizer.deployment import deployment_of
 from spectune.optimizer.followed_servers import Servers, answers_in_words
+from spectune.optimizer.rollout.words import progress_of
 from spectune.optimizer.schedule import list_schedules
 from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.settings import StatusCommand

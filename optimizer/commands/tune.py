@@ -36,7 +36,7 @@ from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.rollouts import begin, in_words
+from spectune.optimizer.commands.rollouts import begin
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
@@ -45,6 +45,7 @@ from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.replay.loads import loads_of, objective_of
 from spectune.optimizer.replay.trace import Opened
 from spectune.optimizer.report.words import closing
+from spectune.optimizer.rollout.words import in_words
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.confirm import check_workload_size
 from spectune.optimizer.tuning.engine_bench import engine_bench

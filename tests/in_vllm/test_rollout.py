@@ -3,6 +3,7 @@ faster there, one ends a slower one; no request fails, and no text depends on wh
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,12 +29,15 @@ from spectune.traces.schema import Sampling
 
 CLIENTS, TOKENS = 4, 32
 PAIR = read_pair("demo")
-GAMMAS = (8, 2)
+TRIED = [
+    *(policy("small", gamma) for gamma in (8, 2)),
+    policy("small", {"kind": "by_load", "gamma": {"1": 0}}),
+]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[OwnServer]:
-    running = OwnServer(PAIR, Wanted("small", max(GAMMAS), 8, 400))
+    running = OwnServer(PAIR, Wanted("small", 8, 8, 400))
     yield running
     running.close()
 
@@ -83,9 +87,9 @@ def seconds_per_token(answers: list[Answered]) -> float:
 
 
 def slower_and_faster(server: OwnServer, prompts: list[Prompt]) -> tuple[Policy, Policy]:
-    """The slowest and the fastest number of draft tokens on this machine."""
+    """The slowest and the fastest of some numbers of draft tokens on this machine."""
     speeds = {}
-    for chosen in (policy("small", gamma) for gamma in GAMMAS):
+    for chosen in TRIED:
         how = {"sampling": Sampling(), "max_new_tokens": TOKENS}
         answers = [list(server.execute(prompts, chosen, Load(CLIENTS), **how)) for _ in range(2)]
         speeds[seconds_per_token(answers[-1])] = chosen
@@ -111,14 +115,14 @@ def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
                 eventually(lambda: follower.policy.is_in_force)
                 how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm")
                 how += ("--set", "block=3s", "--json")
-                up = door.call("policies rollout", fast.id, *how)
+                up = door.call("policies rollout", json.dumps(fast.spelled_out()), *how)
                 print(up.stdout, up.stderr)
                 promoted = store.active_publication(PAIR.id, "cpu", "vllm")
                 assert promoted is not None
                 assert (up.exit_code, promoted.policy_id) == (0, fast.id)
                 assert promoted.supersedes == first
                 eventually(lambda: follower.policy.is_in_force)
-                down = door.call("policies rollout", slow.id, *how)
+                down = door.call("policies rollout", json.dumps(slow.spelled_out()), *how)
                 print(down.stdout, down.stderr)
                 assert down.exit_code == 1
                 assert store.rollouts("vllm")[0].verdict in ("reverted", "inconclusive")
