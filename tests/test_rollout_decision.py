@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.checks import rollouts
 from spectune.engines.engine import chain_round
 from spectune.engines.vllm.folder import is_candidates
 from spectune.optimizer.rollout.blocks import SETTLED_S, Tally, Turns
@@ -189,3 +190,10 @@ def test_rounds_of_another_policy_than_the_blocks_make_no_pair() -> None:
     assert [pair.number for pair in found(ended)] == [0]
     stepped = [tuple(s._replace(ended_s=s.ended_s + 3600) for s in steps) for steps in requests]
     assert all(s.tokens < 600 for pair in found(stepped) for s in (pair.incumbent, pair.candidate))
+
+
+def test_simulated_rollouts_end_as_the_bench_counts_them() -> None:
+    half, alike, faster = (rollouts.series(30, 1, 1.0, gain) for gain in (0.5, 1.0, 1.3))
+    assert half["reverted_within_four_pairs"] >= 28
+    assert alike["promote"] + alike["revert"] <= 2
+    assert faster["promote"] == 30

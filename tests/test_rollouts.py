@@ -4,6 +4,7 @@ server and its traffic are stood in for, with a clock of their own."""
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from agent_folder import BEGAN, PAIR, Agent
 from databases import opened, put_in_force
 from doors import Door
 from synthetic import policy
+from waiting import PATIENCE_S, eventually
 
 from spectune.db import StaleVersionError, UnavailableError
 from spectune.engines.vllm.folder import is_candidates
@@ -357,3 +359,37 @@ def test_by_hand(store: TraceStore, url: str, tmp_path: Path) -> None:
     assert door.json("policies thaw", deployment="vllm")["forgiven"] == 0
     assert "3 s to 10 minutes" in door.refused("policies rollout", new, "--set", "block=1s", **of)
     assert store.active_version(PAIR.id, "cpu", "vllm") == 0
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_a_worker_that_is_killed_leaves_no_trial_and_another_goes_on(
+    url: str, tmp_path: Path
+) -> None:
+    """Its lease runs out, `follow` takes the trial out, and `schedule run` conducts on."""
+    door, agent = Door(url, ""), Agent(tmp_path / "folder")
+    new = json.dumps({"draft": "small", "window": {"kind": "fixed", "gamma": 4}})
+    of = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm")
+
+    def is_tried() -> bool:
+        agent.status(0, "")
+        follower.once()
+        return "trial" in agent.policy()
+
+    with opened(url) as store:
+        follower = Follower(store, agent.folder, "vllm", print, pair=PAIR)
+        follower.once()
+        worker = door.start("policies", "rollout", new, *of)
+        eventually(is_tried)
+        worker.kill()
+        worker.wait(PATIENCE_S)
+        eventually(lambda: not is_tried())
+        (rollout,) = store.rollouts(is_open=True)
+        another = door.start("schedule", "run", "--poll", "1s")
+        eventually(is_tried)
+        door.json("policies abort", **{of[n][2:]: of[n + 1] for n in (0, 2, 4)})
+        eventually(lambda: not is_tried())
+        another.send_signal(signal.SIGTERM)
+        another.wait(PATIENCE_S)
+        found = store.rollout(rollout.id)
+        assert found is not None
+        assert (found.verdict, found.claims) == ("aborted", 2)

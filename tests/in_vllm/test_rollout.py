@@ -30,14 +30,14 @@ from spectune.traces.schema import Sampling
 CLIENTS, TOKENS = 4, 32
 PAIR = read_pair("demo")
 TRIED = [
-    *(policy("small", gamma) for gamma in (8, 2)),
+    *(policy("small", gamma) for gamma in (24, 2)),
     policy("small", {"kind": "by_load", "gamma": {"1": 0}}),
 ]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[OwnServer]:
-    running = OwnServer(PAIR, Wanted("small", 8, 8, 400))
+    running = OwnServer(PAIR, Wanted("small", 24, 8, 400))
     yield running
     running.close()
 
