@@ -320,7 +320,7 @@ def test_what_was_not_served_is_refused_with_what_to_record(fitted: ServedCosts)
     with pytest.raises(TraceError, match="need more than the 300 tokens of the engine's cache"):
         serve(trace_of(40), "small", {0: (0,) * 9}, Load(8), full, COSTS)
     assert rules_of("vllm", {"max_num_seqs": 3, "other": 1}).max_num_seqs == 3
-    with pytest.raises(TraceError, match="'native', which serves one request at a time"):
+    with pytest.raises(TraceError, match="load is simulated for vllm, not for 'native'"):
         rules_of("native")
 
 

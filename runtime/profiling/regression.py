@@ -109,8 +109,8 @@ def shapes_of(
             for step, levels in zip(drafting, longest, strict=True)
             for level in range(levels)
         ]
-        rows = knots_between(FEW, [1, max(passes_rows)])
-        passes = knots_between(FEW, [1, max(longest)])
+        rows = knots_between(FEW, [1, max(passes_rows, default=1)])
+        passes = knots_between(FEW, [1, max(longest, default=1)])
         line = table_over(rows=(1, rows[-1]))
         shapes[f"pass/{draft}"] = table_over(rows=rows, context=(contexts[0], contexts[-1]))
         shapes[f"prefill/{draft}"] = prompts
