@@ -30,7 +30,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations, lacks_template
 from spectune.settings import TYPED, OnPair, OnWorkload, Settings
-from spectune.traces.errors import OutputError, PairError, PolicyError
+from spectune.traces.errors import OutputError, PairError, PolicyError, WorkloadError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
 from spectune.traces.store import TraceStore
@@ -146,10 +146,13 @@ def check_templates(settings: OnWorkload) -> None:
     if is_loaded or not taken or not settings.sampling.chat or not names_pair(settings):
         return
     target = pair_of(settings).target
-    if lacks_template(target):
-        check_conversations(
-            target, read_files(settings.workload, settings.requests).requests, chat=True
-        )
+    if not lacks_template(target):
+        return
+    try:
+        workload = read_files(settings.workload, settings.requests)
+    except WorkloadError:
+        return  # told when it is read again, after what is wrong beside it
+    check_conversations(target, workload.requests, chat=True)
 
 
 def _of_loaded(settings: OnPair, spec: PairSpec) -> PairSpec:
