@@ -134,7 +134,7 @@ class PolicyWriter:
         """Whether it was published since the look before."""
         self._trial: Mapping[str, Any] = {}
         """What ``policy.json`` is to say of a rollout, as it was renewed last."""
-        self._renewed_s, self._turns = 0.0, set[tuple[object, ...]]()
+        self._renewal, self._renewed_s, self._turns = 0, 0.0, set[tuple[object, ...]]()
         self._pair_drafts: dict[str, str | None] = {}
         """By pair, which of its drafts the server has loaded."""
         self._answers: dict[int, tuple[AckStatus, str]] = {}
@@ -219,8 +219,9 @@ class PolicyWriter:
             is_same = {**self._trial, **trial, "boot": status.boot} == self._trial
             if is_same and time.monotonic() < self._renewed_s + RENEW_S:
                 return self._trial
-            self._renewed_s = time.monotonic()
-            return renewed(trial, status, self._trial.get("renewal", 0), TTL_S)
+            new = renewed(trial, status, self._renewal, TTL_S)
+            self._renewal, self._renewed_s = new["renewal"], time.monotonic()
+            return new
         return {}
 
     def _tell_turns(self, rollout: Rollout, status: Status) -> None:
