@@ -252,9 +252,7 @@ def test_a_database_that_is_away_renews_nothing_and_takes_nothing_out(
                 fleet.turn()
         assert fleet.replicas[0].trial == before
     fleet.turn()
-    assert fleet.replicas[0].trial == {**before, "renewal": before["renewal"] + 1} or (
-        fleet.replicas[0].trial["renewal"] > before["renewal"]
-    )
+    assert fleet.replicas[0].trial["renewal"] > before["renewal"]
 
 
 def test_a_tuning_of_a_server_is_left_alone(fleet: Fleet) -> None:
