@@ -291,8 +291,8 @@ def by_clients(play: Played, size: Size) -> Iterator[dict[str, Any]]:
         best: dict[str, dict[int, Policy]] = {name: {} for name in each}
         for clients in CLIENTS:
             for name, policies in each.items():
-                speeds = [play(policy, fit, Load(clients)) for policy in policies]
-                best[name][clients] = policies[int(np.argmax(speeds))]
+                tried = [play(policy, fit, Load(clients)) for policy in policies]
+                best[name][clients] = policies[int(np.argmax(tried))]
         chosen.append(best)
     tables = [table_of(play, best, fit) for best, fit in zip(chosen, halves, strict=True)]
     most = play(AUTOREGRESSIVE, halves[0], Load(max(CLIENTS)))
@@ -305,10 +305,10 @@ def by_clients(play: Played, size: Size) -> Iterator[dict[str, Any]]:
     for name, (like, load) in loads.items():
         speeds: dict[str, list[list[float]]] = {}
         for half, best, table in zip(halves[::-1], chosen, tables, strict=True):
-            policies = {"none": AUTOREGRESSIVE, **{k: of[like] for k, of in best.items()}}
-            policies["by load"] = table
+            played = {"none": AUTOREGRESSIVE, **{k: of[like] for k, of in best.items()}}
+            played["by load"] = table
             drawn = [half, *(rng.choice(half, len(half)).tolist() for _ in range(size.draws))]
-            for key, policy in policies.items():
+            for key, policy in played.items():
                 speeds.setdefault(key, []).append([play(policy, texts, load) for texts in drawn])
         yield {"load": name, **figures_of(speeds)}
 
