@@ -110,6 +110,20 @@ def regret(d: Figures) -> tuple[str, str]:
     return "; ".join(shares), worst(at_least(r["share_interval"], 0.98) for r in d["rows"])
 
 
+def rollouts(d: Figures) -> tuple[str, str]:
+    wrong, half = d["null"]["largest_share"], d["harm"]["half_within_four_pairs"]
+    count = sum(row["rollouts"] for row in d["null"]["rows"])
+    alone = [r for r in d["power"]["rows"] if r["servers"] == 1]
+    found = ", ".join(
+        f"{percent(r['gain'], 0)} in {percent(r['promote'] / r['rollouts'], 0)}" for r in alone
+    )
+    figure = (
+        f"{percent(wrong['promote'], 2)}, {percent(wrong['revert'], 2)} at most, of {count}; "
+        f"{percent(half)}; on one server a gain of {found}, within 2.4 hours"
+    )
+    return figure, exactly(d["null"]["holds"] and d["harm"]["holds"])
+
+
 def false_publications(d: Figures) -> tuple[str, str]:
     published, tunings = (sum(row[name] for row in d["nulls"]) for name in ("published", "tunings"))
     share = published / tunings
@@ -187,6 +201,12 @@ CHECKS = {
         "1% of tunings",
         "requests that all policies are slowed on alike",
         false_publications,
+    ),
+    "rollouts": (
+        "rollouts promoted, reverted of a policy as fast; half the speed reverted in four pairs",
+        "1%, 1%; 99%",
+        "traffic, simulated",
+        rollouts,
     ),
     "search": (
         "speed of what TPE chooses over enumerated grids",

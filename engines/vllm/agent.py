@@ -68,7 +68,6 @@ class Trial(NamedTuple):
     table: GammaTable
     seed: int
     block_s: float
-    renewal: int
     began_s: float
     ends_s: float
     since: float
@@ -349,7 +348,7 @@ class Agent:
         self.renewal, now_s = renewal, time.perf_counter()
         began_s, since = (now_s, time.time()) if last is None else (last.began_s, last.since)
         table = self.table_of(document)
-        return Trial(table, seed, block_s, renewal, began_s, now_s + ttl_s, since)
+        return Trial(table, seed, block_s, began_s, now_s + ttl_s, since)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
