@@ -13,11 +13,18 @@ import pytest
 from databases import opened, put_in_force
 from doors import Door
 from synthetic import policy
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from spectune.demo.prompts import demo_workload
 from spectune.engines.engine import Answered, Load, Prompt, Wanted
-from spectune.engines.vllm.folder import read_policy, read_status
+from spectune.engines.vllm.folder import (
+    NotedRequest,
+    Tried,
+    parse_line,
+    read_policy,
+    read_status,
+    rounds_files,
+)
 from spectune.engines.vllm.follow import Follower
 from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
@@ -145,3 +152,46 @@ def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
     assert all(len(texts) == 1 for texts in traffic.texts.values()), "a text depends on the policy"
     assert {step.policy for step in steps} >= {slow.id, fast.id}
     assert verdicts == ["reverted", "promoted"]
+
+
+def test_no_trial_outlives_who_conducts_and_who_follows(
+    server: OwnServer, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """Both are killed; what they wrote stays in the folder, and nobody renews it."""
+    (server.folder / "policy.json").unlink(missing_ok=True)
+    door = Door(str(tmp_path / "killed.db"))
+    follow = door.start("follow", server.folder, "--pair", "demo")
+    how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm", "--set", "block=3s")
+
+    def is_followed() -> bool:
+        found = door.call("status", json=True)
+        return found.exit_code == 0 and bool(json.loads(found.stdout)["deployments"])
+
+    eventually(is_followed)
+    worker = door.start("policies", "rollout", json.dumps(TRIED[1].spelled_out()), *how)
+
+    def tried() -> Tried | None:
+        status = read_status(server.folder)
+        return None if status is None else status.trial
+
+    eventually(lambda: (found := tried()) is not None and found.version == -1)
+    for process in (worker, follow):
+        process.kill()
+        process.wait(PATIENCE_S)
+    eventually(lambda: (found := tried()) is not None and found.is_over)
+    assert read_policy(server.folder)["trial"]["version"] == -1
+    noted = len(rounds_versions(server.folder))
+    for prompt in prompts[:4]:
+        server.complete(prompt=list(prompt.ids), max_tokens=TOKENS, temperature=0)
+    eventually(lambda: len(rounds_versions(server.folder)) >= noted + 4)
+    assert set().union(*rounds_versions(server.folder)[-4:]) == {0}
+
+
+def rounds_versions(folder: Path) -> list[set[int]]:
+    """Of each request that the agent noted the versions that drafted it, by when they ended."""
+    files = [path for numbers in rounds_files(folder).values() for path in numbers.values()]
+    parsed = (parse_line(text) for path in files for text in path.read_bytes().splitlines())
+    noted = sorted(
+        (line for line in parsed if isinstance(line, NotedRequest)), key=lambda line: line.ended
+    )
+    return [{r.version for r in line.rounds} for line in noted]
