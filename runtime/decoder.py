@@ -24,13 +24,14 @@ from spectune.runtime.loop import (
     PolicySource,
     RequestQueue,
     Round,
+    TokenLogprobs,
     Turn,
     Verified,
     decode_rounds,
     decode_steps,
 )
 from spectune.runtime.models import PREFILL_CHUNK, ids_tensor
-from spectune.runtime.perplexity import log_perplexity
+from spectune.runtime.perplexity import HEAD_ROWS, log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan, prepare
@@ -164,13 +165,26 @@ class ModelBackend:
         if seat.request is not self._prefilled:
             end = min(seat.read + PREFILL_CHUNK, end)
             ids = torch.tensor(seat.text[seat.read : end], device=target.device)
-            target.read(ids, seat.read, base=seat.base)
+            target.read(ids, seat.read, self._scorer(seat), base=seat.base)
         if end > seat.read:
             seat.features.put(seat.read, target.tapped)
         self._prefilled, seat.read = None, end
         for name, reading in seat.readings.items():
             self._drafts[name].catch_up(reading, seat.text[: end + 1])
         return end == len(seat.text) - 1
+
+    def _scorer(self, seat: Seat) -> Callable[[int, Tensor], None]:
+        """Tells a request that asks for it how probable its prompt's tokens are."""
+        tell = seat.request.scores_prompt
+
+        def score(first: int, states: Tensor) -> None:
+            if tell is not None:
+                for at, rows in enumerate(torch.split(states, HEAD_ROWS)):
+                    begin = seat.read + first + at * HEAD_ROWS + 1
+                    following = seat.text[begin : begin + len(rows)]
+                    tell(_logprobs(self.pair.target.head(rows), following, seat.request))
+
+        return score
 
     def release(self, turn: Turn) -> None:
         self._extents.give(self._seats.pop(turn).base)
@@ -207,6 +221,7 @@ class ModelBackend:
         at_once = target.device.type != "cpu" or target.graphs is not None
         greedy = all(
             seat.request.sampling.greedy
+            and seat.request.top_logprobs is None
             and (at_once or turn.drafted is None or turn.drafted.tree is None)
             for seat, turn in zip(seats, turns, strict=True)
         )
@@ -222,6 +237,13 @@ class ModelBackend:
             verdicts = [
                 self._verdict(seat, turn.drafted, own, at_once=at_once)
                 for seat, turn, own in zip(seats, turns, apart(rows, sizes), strict=True)
+            ]
+        if not greedy:
+            verdicts = [
+                _with_logprobs(seat.request, verdict, turn.drafted, own)
+                for seat, verdict, turn, own in zip(
+                    seats, verdicts, turns, apart(rows, sizes), strict=True
+                )
             ]
         for seat, states in zip(seats, apart(target.tapped, sizes), strict=True):
             seat.tapped = states
@@ -306,6 +328,28 @@ def _accepted(drafted: Drafted | None, tokens: list[int]) -> Verified:
     if drafted is None or drafted.tree is None:
         return accept_chain(drafted.tokens if drafted else [], tokens)
     return accept(drafted.tree, tokens.__getitem__)
+
+
+def _with_logprobs(
+    request: DecodeRequest, verdict: Verified, drafted: Drafted | None, rows: Tensor
+) -> Verified:
+    """The verdict with its tokens' probabilities, of logits [1 + drafted, vocab], where the request
+    asks for them."""
+    if request.top_logprobs is None:
+        return verdict
+    tree = drafted is not None and drafted.tree is not None
+    path = verdict.path if tree else range(verdict.accepted)
+    read = rows[[0, *(node + 1 for node in path)]]
+    return replace(verdict, logprobs=_logprobs(read, verdict.tokens, request))
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], request: DecodeRequest) -> list[TokenLogprobs]:
+    """Of each of ``tokens``, before which ``logits`` [tokens, vocab] come."""
+    log_p = logits.double().log_softmax(-1)
+    best = log_p.topk(min(request.top_logprobs or 0, log_p.shape[-1]), -1)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    own = log_p[range(len(tokens)), list(tokens)].tolist()
+    return [TokenLogprobs(p, [*zip(*top, strict=True)]) for p, top in zip(own, tops, strict=True)]
 
 
 @dataclass(frozen=True)

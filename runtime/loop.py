@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from spectune.runtime.trees.draft import GrownTree
 
 
+class TokenLogprobs(NamedTuple):
+    """The natural logarithm of a token's probability at temperature 1, without filters, and
+    ``top``: the likeliest tokens with theirs, best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass(frozen=True)
 class DecodeRequest:
     """What to decode. ``seed`` is the request's own (:func:`traces.schema.request_seed`).
 
     ``ends_at`` tells, given the output so far and the new tokens, how many of the new ones to keep
-    if one of ``stop_strings`` ends the text among them, else None."""
+    if one of ``stop_strings`` ends the text among them, else None. ``is_cancelled`` is asked before
+    every step whether nobody waits for the text any more. ``top_logprobs``: how many of the
+    likeliest tokens rounds say beside the probabilities of their tokens (None: neither).
+    ``scores_prompt`` is called with the same of the prompt's tokens after the first, part by
+    part."""
 
     id: str
     prompt_ids: list[int]
@@ -37,6 +49,9 @@ class DecodeRequest:
     verifier: Verifier = "coupled"
     ends_at: Callable[[list[int], list[int]], int | None] | None = None
     stop_strings: tuple[str, ...] = ()
+    is_cancelled: Callable[[], bool] | None = None
+    top_logprobs: int | None = None
+    scores_prompt: Callable[[list[TokenLogprobs]], None] | None = None
 
     @property
     def rejects(self) -> bool:
@@ -49,12 +64,14 @@ class DecodeRequest:
 class Verified:
     """``accepted`` drafted tokens, and the tokens to emit: those, then the target's own. ``path``:
     the accepted nodes' numbers among the drafted ones. ``read``: how many of the accepted tokens
-    the draft has read already (None: those its passes began with)."""
+    the draft has read already (None: those its passes began with). ``logprobs``: of each of the
+    tokens, where the request asks for them."""
 
     accepted: int
     tokens: list[int]
     path: list[int] = field(default_factory=list)
     read: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Backend(Protocol):
@@ -126,7 +143,8 @@ class StaticSource:
 @dataclass(frozen=True)
 class Round:
     """One round: its step, the tokens it emitted, what was drafted, how the text ended, if it did,
-    the request, and the tree with the accepted nodes' numbers in it, where one was drafted."""
+    the request, the tree with the accepted nodes' numbers in it, where one was drafted, and the
+    tokens' probabilities, where the request asks for them."""
 
     step: Step
     tokens: list[int]
@@ -135,6 +153,7 @@ class Round:
     request: DecodeRequest
     tree: GrownTree | None = None
     path: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Turn:
@@ -201,8 +220,9 @@ class Turn:
             bin=NO_BIN if drafted.tree is None else drafted.tree.bin,
         )
         self._lag = _lag_after(drafted, self.verdict, accepted, len(tokens))
-        path = self.verdict.path[:accepted]
-        return Round(step, tokens, drafted.tokens, self.finish, self.request, drafted.tree, path)
+        path, logprobs = self.verdict.path[:accepted], self.verdict.logprobs[: len(tokens)]
+        how = self.finish, self.request, drafted.tree, path, logprobs
+        return Round(step, tokens, drafted.tokens, *how)
 
 
 def decode_steps(
@@ -215,13 +235,17 @@ def decode_steps(
     """Decodes requests step by step, one round of each that runs a step, under the policy in force
     for so many.
 
-    Each step: admit what there is room for, read a chunk of the first prompt, ask each window for
-    gamma, draft, verify, cut at EOS or a stop string, tell the windows. Seconds of a round are
-    those of its step. ``sessions`` hold what windows carry from request to request."""
+    Each step: drop what nobody waits for, admit what there is room for, read a chunk of the first
+    prompt, ask each window for gamma, draft, verify, cut at EOS or a stop string, tell the windows.
+    Seconds of a round are those of its step. ``sessions`` hold what windows carry from request to
+    request."""
     sessions = Sessions() if sessions is None else sessions
     reading, turns = deque[Turn](), list[Turn]()
     try:
         while reading or turns or queue.wait():
+            for turn in [turn for turn in (*reading, *turns) if _is_cancelled(turn.request)]:
+                backend.release(turn)
+                (turns if turn in turns else reading).remove(turn)
             while (request := queue.first()) is not None:
                 turn = Turn(request, sessions)
                 running = len(reading) + len(turns) + 1
@@ -270,6 +294,10 @@ def decode_rounds(
     queue = Waiting([request] if request.max_new_tokens else [])
     for rounds in decode_steps(backend, queue, source, clock, sessions):
         yield from rounds
+
+
+def _is_cancelled(request: DecodeRequest) -> bool:
+    return request.is_cancelled is not None and request.is_cancelled()
 
 
 def _lag_after(drafted: Drafted, verdict: Verified, accepted: int, emitted: int) -> int:

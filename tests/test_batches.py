@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,19 @@ from recorded_texts import Looked, shape
 from test_heads import _eagle3_without_lm_head, pair_with_heads
 from test_shortlists import artifacts
 from test_tree_parity import STATIC
+from transformers import AutoModelForCausalLM
 
 from spectune.runtime.cache import Extents, together
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import DecodeRequest, Round, StaticSource, Waiting, decode_rounds
+from spectune.runtime.loop import (
+    DecodeRequest,
+    Round,
+    StaticSource,
+    TokenLogprobs,
+    Waiting,
+    decode_rounds,
+)
 from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import EXPANDED_LIMIT, parse_policy
@@ -302,3 +310,64 @@ def test_a_loop_does_not_wait_for_another_that_goes_on(pair: LoadedPair, plans: 
         next(decoder.rounds(request))
     going_on.close()  # type: ignore[attr-defined]
     assert next(decoder.rounds(request)).tokens
+
+
+def test_a_request_that_nobody_waits_for_frees_its_seat_at_the_next_step(
+    pair: LoadedPair, plans: list[Plan]
+) -> None:
+    """Those beside it, and the one that gets its seat, have their texts; one that is cancelled
+    while its prompt is read has none."""
+    decoder, single = (Decoder(pair, StaticSource(plans[1]), seats=n) for n in (2, 1))
+    gone = set[str]()
+
+    def asked(name: str) -> DecodeRequest:
+        request = decoder.request(
+            Request(name, "x"), pair.encode(TEXTS[int(name)]), SAMPLED, 2 * TOKENS
+        )
+        return replace(request, is_cancelled=lambda: name in gone)
+
+    requests = [asked(str(n)) for n in range(4)]
+    queue = Arriving([(0, requests[0]), (0, requests[1]), (0, requests[2]), (0, requests[3])])
+    found: dict[str, list[Round]] = {}
+    for rounds in decoder.steps(queue):
+        for one in rounds:
+            found.setdefault(one.request.id, []).append(one)
+        queue.step += 1
+        gone |= {"0"} if queue.step == 3 else set()
+        gone |= {"2"} if "2" in queue.admitted else set()
+    assert queue.admitted["2"] <= 4
+    assert [len(found.get(name, [])) for name in ("0", "2")] == [3, 1]
+    for request in (requests[1], requests[3]):
+        assert said(found[request.id]) == said(list(single.rounds(request)))
+    assert len(list(decoder.steps(Waiting(requests[1:2])))) == len(found["1"])
+
+
+@pytest.mark.parametrize("number", range(len(DOCUMENTS)))
+def test_logprobs_are_those_of_transformers_whatever_is_drafted(
+    pair: LoadedPair, plans: list[Plan], number: int
+) -> None:
+    """Of prompt and text, cut where the text is, beside a request that asks for none."""
+    decoder = Decoder(pair, StaticSource(plans[number]), seats=2)
+    single = Decoder(pair, StaticSource(plans[number]))
+    prompt: list[TokenLogprobs] = []
+    plain = decoder.request(
+        Request("a", "x"), pair.encode(TEXTS[2]), SAMPLINGS[number % 4], TOKENS, ("e",)
+    )
+    scored = replace(plain, id="b", top_logprobs=3, scores_prompt=prompt.extend)
+    found: dict[str, list[Round]] = {"a": [], "b": []}
+    for rounds in decoder.steps(Waiting([plain, scored])):
+        for one in rounds:
+            found[one.request.id].append(one)
+    assert said(found["a"]) == said(found["b"]) == said(list(single.rounds(plain)))
+    assert not any(one.logprobs for one in found["a"])
+    text = [token for one in found["b"] for token in one.tokens]
+    told = prompt + [logprobs for one in found["b"] for logprobs in one.logprobs]
+    ids = [*plain.prompt_ids, *text]
+    model = AutoModelForCausalLM.from_pretrained(pair.spec.target, dtype=torch.float64)
+    with torch.no_grad():
+        log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert len(told) == len(ids) - 1
+    for row, token, logprobs in zip(log_p, ids[1:], told, strict=False):
+        assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert [t for t, _ in logprobs.top] == row.topk(3).indices.tolist()
+        assert [p for _, p in logprobs.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-5)
