@@ -13,7 +13,7 @@ from spectune.db.database_errors import DatabaseError, NotFoundError, Unavailabl
 from spectune.optimizer.deployment import other_sampling
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.stored_artifacts import fitted
-from spectune.runtime.decoder import check_lossless, prepare_for
+from spectune.runtime.decoder import check_lossless, check_together, prepare_for
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.policies.plan import Plan, prepare
@@ -33,13 +33,16 @@ def last_good(
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
     deployment: str = DEFAULT_DEPLOYMENT,
+    *,
+    together: bool = False,
 ) -> Plan:
     """The deployment's newest publication for this pair and device that this runtime can execute,
-    or autoregression when there is none. Raises DatabaseError alone."""
+    with ``together`` for several requests at once, or autoregression when there is none. Raises
+    DatabaseError alone."""
     for publication in store.list_publications(pair.id, pair.device_name, deployment):
         try:
             policy = published_policy(publication)
-            return ready_plan(store, pair, policy, profile, verifier, sampling)
+            return ready_plan(store, pair, policy, profile, verifier, sampling, together=together)
         except DatabaseError:
             raise
         except Exception:  # whatever a published document makes them raise: earlier ones may run
@@ -55,20 +58,25 @@ def ready_plan(
     verifier: Verifier,
     sampling: Sampling | None,
     version: int = 0,
+    *,
+    together: bool = False,
 ) -> Plan:
     """A policy made ready for a loaded pair. Raises PolicyError where it cannot run here (a router
-    of another head, a choice with a candidate that cannot run), or ``verifier`` cannot be used
-    with all that may decode, before anything is captured for it; UnavailableError where it may be
-    ready another time."""
+    of another head, a choice with a candidate that cannot run), serves one request at a time and is
+    to serve several ``together``, or ``verifier`` cannot be used with all that may decode, before
+    anything is captured for it; UnavailableError where it may be ready another time."""
     check_lossless(pair, policy.candidates, verifier, sampling or Sampling())
     try:
-        return prepare_for(
+        plan = prepare_for(
             pair, policy, profile=profile, version=version, artifacts=fitted(store, pair.id)
         )
     except UnavailableError:
         raise
     except DatabaseError as error:  # something it needs is gone, damaged or of another's making
         raise PolicyError(str(error)) from None
+    if together:
+        check_together(plan)
+    return plan
 
 
 @contextmanager
@@ -81,6 +89,7 @@ def watch(
     deployment: str = DEFAULT_DEPLOYMENT,
     verifier: Verifier = "coupled",
     sampling: Sampling | None = None,
+    together: bool = False,
     interval_s: float = 1.0,
     patience_s: float = PATIENCE_S,
     node: str | None = None,
@@ -91,8 +100,9 @@ def watch(
     ``profile``: what windows weigh costs by; None: whenever a policy comes into force, the newest
     of this pair on this hardware in this dtype. ``initial`` (None: the last good publication) is in
     force until the first look, which happens before this returns. A publication that is no policy,
-    cannot be prepared (an unknown draft, a window that needs costs and has none) or that
-    ``verifier`` would make lossy is acknowledged as refused. ``warn`` is told of one that was tuned
+    cannot be prepared (an unknown draft, a window that needs costs and has none), that
+    ``verifier`` would make lossy or that cannot serve several requests ``together``, where it is
+    to, is acknowledged as refused. ``warn`` is told of one that was tuned
     for another sampling, as it comes into force. Raises PolicyError when ``initial`` cannot run.
     """
     device, who = pair.device_name, node or f"{socket.gethostname()}:{os.getpid()}"
@@ -113,7 +123,9 @@ def watch(
     def ready(policy: Policy, version: int) -> Plan:
         # Costs of this hardware may have been measured meanwhile.
         costs = profile or store.profile_of(pair.id, **pair.place)
-        plan = ready_plan(store, pair, policy, costs, verifier, sampling, version)
+        plan = ready_plan(
+            store, pair, policy, costs, verifier, sampling, version, together=together
+        )
         if warning := other_sampling(newest[0], sampling or Sampling(), verifier):
             warn(f"warning: {warning}")
         return plan
@@ -124,9 +136,9 @@ def watch(
 
     now = profile or store.profile_of(pair.id, **pair.place)
     if initial is None:
-        first = last_good(store, pair, now, verifier, sampling, deployment)
+        first = last_good(store, pair, now, verifier, sampling, deployment, together=together)
     else:
-        first = ready_plan(store, pair, initial, now, verifier, sampling)
+        first = ready_plan(store, pair, initial, now, verifier, sampling, together=together)
     source = WatchedSource(
         first,
         fetch,
