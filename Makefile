@@ -12,7 +12,7 @@ LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exi
 # Where it is set, every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help tune real test test-vllm lint wheel acceptance acceptance-vllm train clean
+.PHONY: help tune real serve test test-vllm lint wheel acceptance acceptance-vllm train clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,13 @@ real: $(VENV)/.installed ## The same for Gemma 3 270M and prompt lookup (fetches
 	PYTHONPATH=tools $(RUN) -m gemma.texts --out build/real/texts.jsonl
 	$(RUN) cli.py check build/real/pair.json $(TEXTS)
 	$(RUN) cli.py tune --pair build/real/pair.json --workload $(TEXTS) --limit 48 --max-new-tokens 64 $(ARGS)
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	@$(INSTALL) -c constraints.txt -e '.[serve]' $(LOGGED)
+	@touch $@
+
+serve: $(VENV)/.installed-serve ## Serve the demo pair by OpenAI's API, under what `make tune` published
+	$(RUN) cli.py serve --pair demo $(ARGS)
 
 # Three processes for two cores: many tests wait, for a server, a lease, a process.
 test: $(VENV)/.installed-dev ## The tests (about 7 minutes on two idle cores)

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "report": (of.Report, "report.report"),
     "status": (of.StatusCommand, "status.status"),
     "generate": (of.Generate, "run.generate"),
+    "serve": (of.Serve, "service.command.serve"),
     "policies list": (of.PoliciesList, "policies.list_publications"),
     "policies show": (of.PoliciesShow, "policies.show"),
     "policies activate": (of.PoliciesActivate, "policies.activate"),
@@ -60,18 +61,20 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "follow": (of.Follow, "follow.follow"),
     "retrace": (of.Retrace, "retrace.retrace"),
 }
-"""Every command: its settings, and the function that does it."""
+"""Every command: its settings, and the function that does it, of a module of
+:mod:`spectune.optimizer.commands` or of one that is named in full."""
 
 
 def perform(command: str, settings: Settings, talk: Any) -> Result:
     """Does what a command's settings say. Raises SpectuneError and DatabaseError."""
-    module, name = COMMANDS[command][1].split(".")
+    module, _, name = COMMANDS[command][1].rpartition(".")
+    place = "spectune" if "." in module else "spectune.optimizer.commands"
     if isinstance(settings, of.OnPair):  # before a command imports torch
         common = import_module("spectune.optimizer.commands.common")
         common.check_pair(settings)
         if isinstance(settings, of.OnWorkload):
             common.check_templates(settings)
-    function = getattr(import_module(f"spectune.optimizer.commands.{module}"), name)
+    function = getattr(import_module(f"{place}.{module}"), name)
     result: Result = function(settings, talk)
     return result
 

@@ -948,6 +948,28 @@ class Generate(InPlace, OnDevice, OnPair):
     sampling: SamplingSettings = group(SamplingSettings(), "max_new_tokens", "temperature")
 
 
+class Serve(InPlace, OnDevice, OnPair):
+    """Serve a pair by OpenAI's HTTP API (docs/serve.md), many requests at once, under what is
+    published, now and later; requests are recorded for `tune --since`. Ends by Ctrl-C or SIGTERM,
+    when what is being answered has ended."""
+
+    example = "serve --pair pair.json --port 8000"
+
+    policy: PolicyName = setting("active", "A file, inline JSON, an id, active, autoregressive.")
+    host: str = setting("127.0.0.1", "Address to listen on; beyond this machine needs --key-file.")
+    port: int = setting(8000, "Port; 0: any that is free.", ge=0, le=65535)
+    key_file: AnyPath | None = setting(None, "File with the key that requests must have.")
+    seats: int = setting(8, "Texts decoded at once.", ge=1, le=64)
+    waiting: Count = setting(64, "Texts that may wait for a seat; further requests get 429.")
+    slots: Count | None = setting(
+        None, "Tokens that the caches hold in all; default: they grow.", hidden=True
+    )
+    timeout: Duration = setting(600.0, "The most that a request may take, waiting included.")
+    drain: Duration = setting(30.0, "The most that answers may take after SIGTERM.")
+    record: bool = setting(True, "Record what is served.")
+    texts: NotedTexts = setting("all", "Requests whose tokens are stored: all, none or a share.")
+
+
 class Fitting(Group):
     """How much a fit takes; what is not said is as the paper, or the recording, has it. ``acts``:
     the kinds that take it."""

@@ -19,7 +19,7 @@ def test_every_package_is_in_the_wheel() -> None:
     named = PROJECT["tool"]["setuptools"]["packages"]
     ours = {"spectune"} | {
         ".".join(("spectune", *file.relative_to(ROOT).parent.parts))
-        for top in ("traces", "runtime", "optimizer", "engines", "db", "demo")
+        for top in ("traces", "runtime", "optimizer", "engines", "db", "demo", "service")
         for file in (ROOT / top).rglob("*.py")
     }
     assert sorted(named) == sorted(ours)

@@ -1,0 +1,287 @@
+"""The HTTP application: OpenAI's routes, and those of whoever operates it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from spectune.runtime.loading import LoadedPair
+from spectune.service.answers import Answer, ChatAnswer, CompletionAnswer, error_object
+from spectune.service.calls import Call, ClientLeftError, Prompt, RefusedError
+from spectune.service.decoding import DecodeThread
+from spectune.service.metrics import Metrics
+from spectune.service.requests import ChatRequest, CompletionRequest, Generation
+from spectune.traces import schema
+from spectune.traces.errors import WorkloadError
+
+DEFAULT_MAX_TOKENS = 16
+"""New tokens of a completion that says no number, as OpenAI has it."""
+RETRY_AFTER_S = 1
+CLIENT_LEFT = 499
+
+
+class SafeJSON(JSONResponse):
+    """JSON in ASCII: what a client sent may be no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode("ascii")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, whose call is cancelled however it ends."""
+
+    def __init__(self, events: AsyncIterator[str], call: Call, end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Seed": str(call.seed)}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._call, self._end = call, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.cancel()
+            self._end()
+
+
+class HTTPServer(uvicorn.Server):
+    """Serves an application until ``should_exit``, which whoever runs it sets: then what is being
+    answered has ``drain_s`` seconds to end."""
+
+    def __init__(self, app: FastAPI, *, drain_s: float = 30.0) -> None:
+        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        drain = max(1, round(drain_s))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=drain, **how))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+class Server:
+    """What the routes share: the pair, the thread that decodes, what is counted. ``is_draining``
+    and ``gauges`` are asked where somebody wants to know."""
+
+    def __init__(
+        self,
+        pair: LoadedPair,
+        thread: DecodeThread,
+        metrics: Metrics,
+        *,
+        timeout_s: float = 600.0,
+        key: str | None = None,
+        is_draining: Callable[[], bool] = lambda: False,
+        gauges: Callable[[], Mapping[tuple[str, str], float]] = dict,
+    ) -> None:
+        self.pair, self.thread, self.metrics = pair, thread, metrics
+        self.timeout_s, self.key = timeout_s, key
+        self.is_draining, self.gauges = is_draining, gauges
+
+    def check_key(self, request: Request) -> None:
+        """Raises RefusedError without the key, where there is one."""
+        said = request.headers.get("authorization", "").encode("latin-1", "replace")
+        if self.key is not None and not hmac.compare_digest(said, f"Bearer {self.key}".encode()):
+            message = "no valid API key: send it as Authorization: Bearer KEY"
+            raise RefusedError(401, message, code="invalid_api_key")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RefusedError for another model than the pair's."""
+        if name not in (None, self.pair.spec.name):
+            message = f"the model {name!r} is not served; {self.pair.spec.name!r} is"
+            raise RefusedError(404, message, param="model", code="model_not_found")
+
+    async def encode(self, request: schema.Request, *, chat: bool, param: str) -> list[int]:
+        """Token ids of a prompt, made beside the event loop. Raises RefusedError."""
+        try:
+            return await asyncio.to_thread(self.pair.encode_request, request, chat=chat)
+        except WorkloadError as error:
+            raise RefusedError(400, str(error), param=param) from None
+
+    async def completion(self, asked: CompletionRequest) -> Answer:
+        """A completion that has begun. Raises RefusedError."""
+        self.check_model(asked.model)
+        prompts = []
+        for n, prompt in enumerate(asked.prompts):
+            one = schema.Request(f"prompt[{n}]", "", is_plain=True)
+            if isinstance(prompt, str):
+                one = replace(one, prompt=prompt)
+            else:
+                one = replace(one, ids=tuple(prompt))
+            ids = await self.encode(one, chat=False, param="prompt")
+            prompts.append(Prompt(ids, None if one.ids else one.prompt))
+        call = self._call(
+            asked,
+            prompts,
+            prefix="cmpl",
+            max_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS,
+            top_logprobs=asked.logprobs,
+            echo=bool(asked.echo),
+        )
+        return CompletionAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
+
+    async def chat(self, asked: ChatRequest) -> Answer:
+        """The answer to a conversation, begun. Raises RefusedError."""
+        self.check_model(asked.model)
+        if len(asked.messages) > 1 and not self.pair.has_template:
+            message = "a conversation needs a chat template, and the target's tokenizer has none"
+            raise RefusedError(400, message, param="messages")
+        messages = tuple(message.model_dump(exclude_none=True) for message in asked.messages)
+        one = schema.Request("messages", "", messages=messages)
+        ids = await self.encode(one, chat=True, param="messages")
+        call = self._call(
+            asked,
+            [Prompt(ids)],
+            prefix="chatcmpl",
+            max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            top_logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
+        )
+        return ChatAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
+
+    def _call(self, asked: Generation, prompts: Sequence[Prompt], **how: Any) -> Call:
+        call = Call(self.thread, asked, prompts, timeout_s=self.timeout_s, **how)
+        self.metrics.add("vllm:prompt_tokens_total", call.usage.prompt_tokens)
+        return call
+
+    @property
+    def _fingerprint(self) -> str:
+        return f"fp_{self.pair.id[:12]}"
+
+    async def respond(self, answer: Answer, asked: Generation, request: Request) -> Response:
+        """The answer, whole or streamed; cancelled where the client leaves."""
+        call = answer.call
+        if asked.stream:
+            events = answer.events(usage=asked.includes_usage)
+            return EventStream(events, call, lambda: self.ended(call, 200))
+        leaving = asyncio.create_task(_leaving(request, call))
+        try:
+            document = await answer.to_json()
+        except ClientLeftError:
+            self.ended(call, CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
+        finally:
+            call.cancel()
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+        self.ended(call, 200)
+        return SafeJSON(document, headers={"X-Seed": str(call.seed)})
+
+    def ended(self, call: Call, status: int) -> None:
+        """Counts a response of which texts were decoded."""
+        if status == 200 and not call.is_ended:
+            status = CLIENT_LEFT
+        self.metrics.add("spectune_responses_total", labels=f'status="{status}"')
+        if call.first_token_s is not None:
+            self.metrics.add("spectune_first_token_seconds_sum", call.first_token_s)
+            self.metrics.add("spectune_first_token_seconds_count")
+
+    def refuse(self, refused: RefusedError) -> Response:
+        """OpenAI's error object, counted."""
+        self.metrics.add("spectune_responses_total", labels=f'status="{refused.status}"')
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}
+        return SafeJSON(error_object(refused), refused.status, headers.get(refused.status))
+
+
+async def _leaving(request: Request, call: Call) -> None:
+    """Says to a call when its client has left; its body is read by then."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    call.leave()
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application; it begins and ends with the thread that decodes."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        server.thread.start(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(server.thread.close)
+
+    app = FastAPI(title="spectune", lifespan=life, docs_url=None, redoc_url=None)
+
+    async def check_key(request: Request) -> None:
+        server.check_key(request)
+
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+
+    @v1.post("/completions")
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await server.respond(await server.completion(asked), asked, request)
+
+    @v1.post("/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await server.respond(await server.chat(asked), asked, request)
+
+    @v1.get("/models")
+    async def models() -> Response:
+        about = {"object": "model", "created": 0, "owned_by": "spectune"}
+        positions = server.pair.context(()).positions
+        model = {"id": server.pair.spec.name, **about, "max_model_len": positions}
+        return SafeJSON({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if server.thread.is_alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = server.thread.is_alive and not server.is_draining()
+        return Response(status_code=200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        thread = server.thread
+        gauges = {
+            ("vllm:num_requests_running", ""): thread.running,
+            ("vllm:num_requests_waiting", ""): thread.waiting,
+            **server.gauges(),
+        }
+        text = server.metrics.text(server.pair.spec.name, gauges)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        return server.refuse(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return server.refuse(_invalid(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return server.refuse(RefusedError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        message = "something unexpected; the server's log says what"
+        return server.refuse(RefusedError(500, message, "server_error"))
+
+    app.include_router(v1)
+    return app
+
+
+def _invalid(error: RequestValidationError) -> RefusedError:
+    """The first thing that is wrong in a body; of unions the alternative that goes furthest."""
+    first = max(error.errors(), key=lambda each: len(each["loc"]), default=None)
+    if first is None:
+        return RefusedError(400, "the body is no request")
+    places = [str(part) for part in first["loc"] if part != "body"]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key; leave it out"
+    named = places[0] if places and first["type"] != "json_invalid" else None
+    where = f"{named}: " if named and named not in message else ""
+    said = where + message
+    return RefusedError(400, said, param=named or message.split(" ")[0].rstrip(":"))

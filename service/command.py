@@ -1,0 +1,197 @@
+"""`serve`: an OpenAI-compatible server on the native decoder."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
+from spectune.optimizer.commands.decoding import load
+from spectune.optimizer.commands.results import Result
+from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.in_force import ready_plan, watch
+from spectune.runtime.decoder import Decoder
+from spectune.runtime.loading import LoadedPair
+from spectune.runtime.loop import PolicySource, StaticSource
+from spectune.service.decoding import DecodeThread
+from spectune.service.metrics import Metrics
+from spectune.service.recording import Recorder
+from spectune.settings import Serve
+from spectune.traces.errors import ConfigError
+from spectune.traces.schema import Request, Workload
+from spectune.traces.store import TraceStore
+
+if TYPE_CHECKING:
+    from spectune.service.app import HTTPServer
+
+SHARES = {"all": 1.0, "none": 0.0}
+
+
+def serve(s: Serve, talk: Talk) -> Result:
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed: pip install 'spectune[serve]' (or fastapi and "
+            "uvicorn)"
+        )
+    key = read_key(s)
+    with open_store(s, create=True) as store, _listen(s) as listening:
+        spec = pair_of(s, store)
+        if s.policy != "active":
+            policy_named(store, s.policy, "", "", "", talk)  # refused before a model is loaded
+        pair = load(s, spec, talk)
+        with pair.torch_threads(), _source(store, pair, s, talk) as source:
+            _warm(pair)
+            return _serve(store, pair, source, listening, key, s, talk)
+
+
+def read_key(s: Serve) -> str | None:
+    """The key that requests must have. Raises ConfigError where others than this machine could send
+    some and there is none."""
+    if s.key_file is not None:
+        try:
+            key = Path(s.key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--key-file {s.key_file}: cannot be read ({error})") from None
+        if not key or not key.isascii() or any(c.isspace() for c in key):
+            raise ConfigError(f"--key-file {s.key_file}: one key in ASCII, without blanks, is due")
+        return key
+    if s.host != "localhost" and not _is_loopback(s.host):
+        raise ConfigError(
+            f"--host {s.host}: whoever reaches it could send requests; name a file with a key by "
+            "--key-file, or leave --host out"
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _listen(s: Serve) -> Iterator[socket.socket]:
+    """The socket that connections come by. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in s.host else socket.AF_INET
+    try:
+        listening = socket.create_server((s.host, s.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {s.host} --port {s.port}: {error}") from None
+    with listening:
+        yield listening
+
+
+@contextmanager
+def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterator[PolicySource]:
+    """The policy named for ever, or for ``active`` what is published, now and later."""
+    together = s.seats > 1
+    if s.policy != "active":
+        policy = policy_named(store, s.policy, pair.id, pair.device_name, s.deployment, talk)
+        profile = store.profile_of(pair.id, **pair.place)
+        plan = ready_plan(store, pair, policy, profile, "coupled", None, together=together)
+        yield StaticSource(plan)
+        return
+    store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
+    watching = watch(
+        store,
+        pair,
+        None,
+        None,
+        deployment=s.deployment,
+        together=together,
+        # Each request says its own sampling: none is compared with what a policy was tuned for.
+        warn=lambda line: None,
+    )
+    with watching as source:
+        if source.last_error:
+            talk.tell(f"publication {source.seen} is refused: {source.last_error}")
+        yield source
+    if source.unfinished:
+        talk.tell(source.unfinished)
+
+
+def _warm(pair: LoadedPair) -> None:
+    """Decodes a few tokens, so that the first request is not the first touch of anything."""
+    item = Request("warm", "", ids=(0, 0))
+    warm(pair, encode(pair, Workload("warm", (item,)), DecodeOptions(max_new_tokens=8), ()))
+
+
+def _serve(
+    store: TraceStore,
+    pair: LoadedPair,
+    source: PolicySource,
+    listening: socket.socket,
+    key: str | None,
+    s: Serve,
+    talk: Talk,
+) -> Result:
+    from spectune.service.app import HTTPServer, Server, make_app
+
+    metrics = Metrics()
+    share = float(SHARES.get(str(s.texts), s.texts))
+    recorder = Recorder(store, pair, source, share) if s.record else None
+    decoder = Decoder(pair, source, seats=s.seats, slots=s.slots)
+    finished = {} if recorder is None else {"finished": recorder.put}
+    thread = DecodeThread(decoder, s.waiting, observe=metrics.observe, **finished)
+
+    def gauges() -> dict[tuple[str, str], float]:
+        found: dict[tuple[str, str], float] = {
+            ("spectune_policy_version", ""): source.current().version
+        }
+        if recorder is not None:
+            for name in ("written", "dropped", "pending"):
+                found["spectune_recorded", f'state="{name}"'] = getattr(recorder.status, name)
+        return found
+
+    server = Server(pair, thread, metrics, timeout_s=s.timeout, key=key, gauges=gauges)
+    running = HTTPServer(make_app(server), drain_s=s.drain)
+    server.is_draining = lambda: running.should_exit
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    label = source.current().policy.label()
+    talk.tell(f"serving {pair.spec.name} on http://{shown}:{port}/v1 under {label}")
+    try:
+        with _drain_on_signals(running, talk):
+            running.run([listening])
+    finally:
+        thread.close()
+        status = None if recorder is None else recorder.close()
+    counts = {name: int(value) for (name, labels), value in metrics.counts.items() if not labels}
+    tokens = counts.get("vllm:generation_tokens_total", 0)
+    recorded = "" if status is None else f", {status.written} texts recorded"
+    lost = f", {status.dropped} not: {status.error}" if status and status.dropped else ""
+    written = {} if status is None else {"written": status.written, "dropped": status.dropped}
+    text = f"served {tokens} tokens{recorded}{lost}"
+    return Result(text, {"counts": counts, "recorded": written})
+
+
+@contextmanager
+def _drain_on_signals(running: HTTPServer, talk: Talk) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the server when what it serves has ended, the next one
+    cancels that."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if running.should_exit:
+            running.force_exit = True
+        else:
+            talk.tell(f"{signal.Signals(number).name}: finishing what is being served")
+        running.should_exit = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
