@@ -959,7 +959,9 @@ class Serve(InPlace, OnDevice, OnPair):
     host: str = setting("127.0.0.1", "Address to listen on; beyond this machine needs --key-file.")
     port: int = setting(8000, "Port; 0: any that is free.", ge=0, le=65535)
     key_file: AnyPath | None = setting(None, "File with the key that requests must have.")
-    seats: int = setting(8, "Texts decoded at once.", ge=1, le=64)
+    seats: int | None = setting(
+        None, "Texts decoded at once; default: 8 on a CPU, 1 on a GPU.", ge=1, le=64
+    )
     waiting: Count = setting(64, "Texts that may wait for a seat; further requests get 429.")
     slots: Count | None = setting(
         None, "Tokens that the caches hold in all; default: they grow.", hidden=True

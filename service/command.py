@@ -32,6 +32,8 @@ from spectune.traces.store import TraceStore
 if TYPE_CHECKING:
     from spectune.service.app import HTTPServer
 
+SEATS = 8
+"""Texts decoded at once on a CPU unless somebody says otherwise."""
 SHARES = {"all": 1.0, "none": 0.0}
 
 
@@ -94,11 +96,10 @@ def _listen(s: Serve) -> Iterator[socket.socket]:
 @contextmanager
 def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterator[PolicySource]:
     """The policy named for ever, or for ``active`` what is published, now and later."""
-    together = s.seats > 1
     if s.policy != "active":
         policy = policy_named(store, s.policy, pair.id, pair.device_name, s.deployment, talk)
         profile = store.profile_of(pair.id, **pair.place)
-        plan = ready_plan(store, pair, policy, profile, "coupled", None, together=together)
+        plan = ready_plan(store, pair, policy, profile, "coupled", None, together=True)
         yield StaticSource(plan)
         return
     store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
@@ -108,7 +109,7 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         None,
         None,
         deployment=s.deployment,
-        together=together,
+        together=True,
         # Each request says its own sampling: none is compared with what a policy was tuned for.
         warn=lambda line: None,
     )
@@ -140,7 +141,8 @@ def _serve(
     metrics = Metrics()
     share = float(SHARES.get(str(s.texts), s.texts))
     recorder = Recorder(store, pair, source, share) if s.record else None
-    decoder = Decoder(pair, source, seats=s.seats, slots=s.slots)
+    seats = s.seats or (SEATS if pair.device.type == "cpu" else 1)
+    decoder = Decoder(pair, source, seats=seats, slots=s.slots)
     finished = {} if recorder is None else {"finished": recorder.put}
     thread = DecodeThread(decoder, s.waiting, observe=metrics.observe, **finished)
 

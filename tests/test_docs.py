@@ -52,6 +52,8 @@ PAGES = {
 POLICIES = "docs/policies.md"
 TRACES = "docs/traces.md"
 SCHEDULES = "docs/schedules.md"
+SERVE = "docs/serve.md"
+"""Its Python is run beside a server, by ``test_serve.py``."""
 RUN_HERE = ("README.md", POLICIES, TRACES)
 PROMPTS = ("def add(a, b):", "The quick brown", "for i in", "Ann buys 4 apples and")
 
@@ -269,7 +271,7 @@ def test_the_pages_run(
     out = capsys.readouterr().out
     assert "incumbent" in out
     run_page(POLICIES, place, monkeypatch)
-    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, SCHEDULES}
+    assert {page for page in PAGES if blocks(page, "python")} <= {*RUN_HERE, SCHEDULES, SERVE}
 
 
 def test_the_worker_of_the_page_runs_what_is_due(

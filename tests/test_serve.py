@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pairs import chain, make_pair, tokenizer, top_k
 from recorded_texts import alternating
+from test_docs import blocks
 from transformers import AutoModelForCausalLM
 from waiting import eventually
 
@@ -539,6 +540,11 @@ def test_openais_client_reads_all_of_it(server: Served, plain: Served) -> None:
     parts = client.completions.create(prompt=LONG, stream=True, **how)
     text = "".join(part.choices[0].text for part in parts)
     assert [text] == plain.texts("completions", prompt=LONG, **how)
+    (example,) = blocks("docs/serve.md", "python")
+    names: dict[str, Any] = {}
+    here = example.replace("http://127.0.0.1:8000", server.url).replace('"demo"', repr(MODEL))
+    exec(compile(here, "docs/serve.md", "exec"), names)
+    assert names["answer"].usage.completion_tokens == 64
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(
             messages=talk, tools=[{"type": "function", "function": {"name": "f"}}], **how
