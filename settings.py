@@ -966,6 +966,7 @@ class Serve(InPlace, OnDevice, OnPair):
     slots: Count | None = setting(
         None, "Tokens that the caches hold in all; default: they grow.", hidden=True
     )
+    chat_tokens: Count = setting(1024, "New tokens of a chat that asks for no number.")
     timeout: Duration = setting(600.0, "The most that a request may take, waiting included.")
     drain: Duration = setting(30.0, "The most that answers may take after SIGTERM.")
     record: bool = setting(True, "Record what is served.")

@@ -66,7 +66,7 @@ class Answer(ABC):
             }
             for n in range(count)
         ]
-        usage = self.call.usage.to_json()
+        usage = self.call.usage()
         return {**self._common, "object": self.whole, "choices": choices, "usage": usage}
 
     async def events(self, *, usage: bool) -> AsyncIterator[str]:
@@ -80,7 +80,7 @@ class Answer(ABC):
                     yield _event({**head, "choices": [{"index": delta.index, **part}], **more})
                 begun.add(delta.index)
             if usage:
-                yield _event({**head, "choices": [], "usage": self.call.usage.to_json()})
+                yield _event({**head, "choices": [], "usage": self.call.usage()})
         except RefusedError as refused:  # the answer has begun
             yield _event(error_object(refused))
         yield "data: [DONE]\n\n"

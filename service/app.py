@@ -29,7 +29,6 @@ from spectune.traces.errors import WorkloadError
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion that says no number, as OpenAI has it."""
 RETRY_AFTER_S = 1
-CLIENT_LEFT = 499
 
 
 class SafeJSON(JSONResponse):
@@ -70,8 +69,9 @@ class HTTPServer(uvicorn.Server):
 
 
 class Server:
-    """What the routes share: the pair, the thread that decodes, what is counted. ``is_draining``
-    and ``gauges`` are asked where somebody wants to know."""
+    """What the routes share: the pair, the thread that decodes, what is counted. A chat that says
+    no number gets ``chat_tokens`` at most. ``is_draining`` and ``gauges`` are asked where somebody
+    wants to know."""
 
     def __init__(
         self,
@@ -80,12 +80,13 @@ class Server:
         metrics: Metrics,
         *,
         timeout_s: float = 600.0,
+        chat_tokens: int = 1024,
         key: str | None = None,
         is_draining: Callable[[], bool] = lambda: False,
         gauges: Callable[[], Mapping[tuple[str, str], float]] = dict,
     ) -> None:
         self.pair, self.thread, self.metrics = pair, thread, metrics
-        self.timeout_s, self.key = timeout_s, key
+        self.timeout_s, self.chat_tokens, self.key = timeout_s, chat_tokens, key
         self.is_draining, self.gauges = is_draining, gauges
 
     def check_key(self, request: Request) -> None:
@@ -144,13 +145,14 @@ class Server:
             [Prompt(ids)],
             prefix="chatcmpl",
             max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            most_tokens=self.chat_tokens,
             top_logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
         )
         return ChatAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
 
     def _call(self, asked: Generation, prompts: Sequence[Prompt], **how: Any) -> Call:
         call = Call(self.thread, asked, prompts, timeout_s=self.timeout_s, **how)
-        self.metrics.add("vllm:prompt_tokens_total", call.usage.prompt_tokens)
+        self.metrics.add("vllm:prompt_tokens_total", call.prompt_tokens)
         return call
 
     @property
@@ -162,35 +164,38 @@ class Server:
         call = answer.call
         if asked.stream:
             events = answer.events(usage=asked.includes_usage)
-            return EventStream(events, call, lambda: self.ended(call, 200))
+            return EventStream(events, call, lambda: self.ended(call))
         leaving = asyncio.create_task(_leaving(request, call))
         try:
             document = await answer.to_json()
         except ClientLeftError:
-            self.ended(call, CLIENT_LEFT)
-            return Response(status_code=CLIENT_LEFT)
+            return Response(status_code=call.status)
+        except RefusedError as refused:
+            return _refusal(refused)
         finally:
             call.cancel()
             leaving.cancel()
             with suppress(asyncio.CancelledError):
                 await leaving
-        self.ended(call, 200)
+            self.ended(call)
         return SafeJSON(document, headers={"X-Seed": str(call.seed)})
 
-    def ended(self, call: Call, status: int) -> None:
-        """Counts a response of which texts were decoded."""
-        if status == 200 and not call.is_ended:
-            status = CLIENT_LEFT
-        self.metrics.add("spectune_responses_total", labels=f'status="{status}"')
+    def ended(self, call: Call) -> None:
+        """Counts the response to a call."""
+        self.metrics.add("spectune_responses_total", labels=f'status="{call.status}"')
         if call.first_token_s is not None:
             self.metrics.add("spectune_first_token_seconds_sum", call.first_token_s)
             self.metrics.add("spectune_first_token_seconds_count")
 
     def refuse(self, refused: RefusedError) -> Response:
-        """OpenAI's error object, counted."""
+        """The response to what began no call, counted."""
         self.metrics.add("spectune_responses_total", labels=f'status="{refused.status}"')
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}
-        return SafeJSON(error_object(refused), refused.status, headers.get(refused.status))
+        return _refusal(refused)
+
+
+def _refusal(refused: RefusedError) -> Response:
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}
+    return SafeJSON(error_object(refused), refused.status, headers.get(refused.status))
 
 
 async def _leaving(request: Request, call: Call) -> None:

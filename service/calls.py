@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 
 from spectune.runtime.decoder import Decoder
+from spectune.runtime.loop import DecodeRequest
 from spectune.runtime.policies.document import EXPANDED_LIMIT
 from spectune.service.decoding import Burst, DecodeThread, Job, QueueFullError
 from spectune.service.requests import Generation
 from spectune.service.text import TextStream, TokenText
 from spectune.traces.schema import Request, Sampling, request_seed
+
+CLIENT_LEFT = 499
+"""The status of a response that nobody read to its end."""
 
 
 class RefusedError(Exception):
@@ -59,39 +63,10 @@ class Delta:
     finish: str | None
 
 
-class Usage:
-    """Tokens of a call, as OpenAI counts them."""
-
-    def __init__(self, jobs: Sequence[Job], prompts: Sequence[Prompt]) -> None:
-        self._jobs, self._prompts = jobs, prompts
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(each.ids) for each in self._prompts)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready."""
-        prompt = self.prompt_tokens
-        text = sum(len(job.output) for job in self._jobs)
-        steps = [step for job in self._jobs for step in job.steps]
-        accepted = sum(step.accepted for step in steps)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": text,
-            "total_tokens": prompt + text,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(step.drafted for step in steps) - accepted,
-                "reasoning_tokens": 0,
-                "audio_tokens": 0,
-            },
-            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
-        }
-
-
 class Call:
     """The texts of one HTTP request, queued as it is made. Choice ``p * n + i`` is the i-th of
-    prompt p. Raises RefusedError where they do not fit, or too many wait."""
+    prompt p. ``status`` is the response's in the end. Raises RefusedError where the texts do not
+    fit, or too many wait."""
 
     def __init__(
         self,
@@ -101,6 +76,7 @@ class Call:
         *,
         prefix: str,
         max_tokens: int | None,
+        most_tokens: int = 0,
         top_logprobs: int | None = None,
         echo: bool = False,
         timeout_s: float,
@@ -111,15 +87,18 @@ class Call:
         self._thread, self._timeout_s = thread, timeout_s
         self._began_s, self._deadline = time.monotonic(), time.monotonic() + timeout_s
         self.first_token_s: float | None = None
-        self.is_ended = False
+        self.status = CLIENT_LEFT
         self._bursts: asyncio.Queue[tuple[int, Burst]] = asyncio.Queue()
         self._scores = top_logprobs is not None
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._leads: dict[int, Prompt] = {}
         self.jobs: list[Job] = []
         self._streams: list[TextStream] = []
         codec, xargs = thread.decoder.pair, asked.vllm_xargs
         for prompt in prompts:
-            request = _request(thread.decoder, asked, self.seed, prompt.ids, max_tokens)
+            room = _room(thread.decoder, len(prompt.ids), max_tokens or 1)
+            most = max_tokens or min(most_tokens, room)
+            request = _request(thread.decoder, asked, self.seed, prompt.ids, most)
             for i in range(asked.n or 1):
                 index = len(self.jobs)
                 one = replace(
@@ -141,7 +120,6 @@ class Call:
                 self._streams.append(TextStream(codec, asked.stops))
                 if echo:
                     self._leads[index] = prompt
-        self.usage = Usage(self.jobs, prompts)
         if len(self.jobs) > thread.limit + thread.decoder.seats:
             raise RefusedError(
                 400, f"{len(self.jobs)} texts at once; at most {thread.limit} may wait", param="n"
@@ -167,6 +145,21 @@ class Call:
         self.cancel()
         self._bursts.put_nowait((0, Burst(error=ClientLeftError())))
 
+    def usage(self) -> dict[str, Any]:
+        """Its tokens, as OpenAI counts them."""
+        text = sum(len(job.output) for job in self.jobs)
+        steps = [step for job in self.jobs for step in job.steps]
+        accepted = sum(step.accepted for step in steps)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": text,
+            "total_tokens": self.prompt_tokens + text,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(step.drafted for step in steps) - accepted,
+            },
+        }
+
     async def deltas(self) -> AsyncIterator[Delta]:
         """What the choices get, as they get it, to the end of all. Raises RefusedError after the
         time that a request has, and for what the decoder raised; what remains is cancelled."""
@@ -180,7 +173,10 @@ class Call:
                         open_choices.remove(index)
                     if delta.text or delta.tokens or delta.finish:
                         yield delta
-            self.is_ended = True
+            self.status = 200
+        except RefusedError as refused:
+            self.status = refused.status
+            raise
         finally:
             self.cancel()
 
@@ -225,25 +221,28 @@ class Call:
         return lead, tokens
 
 
-def _request(
-    decoder: Decoder, asked: Generation, seed: int, ids: list[int], most: int | None
-) -> Any:
-    """A request to decode; without ``most`` up to what there is room for. Raises RefusedError."""
+def _room(decoder: Decoder, prompt: int, most: int) -> int:
+    """New tokens that there is room for after a prompt. Raises RefusedError where these are fewer
+    than ``most``."""
     context = decoder.pair.context(())
-    room = context.positions
-    if decoder.slots is not None:
-        room = min(room, decoder.slots - EXPANDED_LIMIT - 1)
-    if len(ids) + (most or 1) > room:
-        held = str(context) if room == context.positions else f"the {room} tokens that fit here"
-        raise RefusedError(
-            400, f"{len(ids)} prompt tokens + max_tokens {most or 1} exceed {held}",
-            param="prompt" if len(ids) >= room else "max_tokens", code="context_length_exceeded",
-        )  # fmt: skip
+    limit, held = context.positions, str(context)
+    if decoder.slots is not None and decoder.slots - EXPANDED_LIMIT - 1 < limit:
+        limit = decoder.slots - EXPANDED_LIMIT - 1
+        held = f"the {limit} tokens that fit here"
+    if prompt + most > limit:
+        message = f"{prompt} prompt tokens + max_tokens {most} exceed {held}"
+        param = "prompt" if prompt >= limit else "max_tokens"
+        raise RefusedError(400, message, param=param, code="context_length_exceeded")
+    return limit - prompt
+
+
+def _request(
+    decoder: Decoder, asked: Generation, seed: int, ids: list[int], most: int
+) -> DecodeRequest:
+    """A request to decode, without its id."""
     temperature = 1.0 if asked.temperature is None else asked.temperature
     sampling = Sampling(temperature, max(0, asked.top_k or 0), asked.top_p or 1.0, seed)
-    item = Request("", "")
-    most = room - len(ids) if most is None else most
-    request = decoder.request(item, ids, sampling, most, asked.stops, drafts=())
+    request = decoder.request(Request("", ""), ids, sampling, most, asked.stops, drafts=())
     return replace(request, eos_ids=frozenset()) if asked.ignore_eos else request
 
 

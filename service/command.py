@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
 from spectune.optimizer.commands.decoding import load
@@ -155,7 +155,8 @@ def _serve(
                 found["spectune_recorded", f'state="{name}"'] = getattr(recorder.status, name)
         return found
 
-    server = Server(pair, thread, metrics, timeout_s=s.timeout, key=key, gauges=gauges)
+    limits: dict[str, Any] = {"timeout_s": s.timeout, "chat_tokens": s.chat_tokens}
+    server = Server(pair, thread, metrics, key=key, gauges=gauges, **limits)
     running = HTTPServer(make_app(server), drain_s=s.drain)
     server.is_draining = lambda: running.should_exit
     host, port = listening.getsockname()[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -9,7 +10,6 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from spectune.db.database_errors import DatabaseError
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.record import put_policies, record_served, recording_options
 from spectune.runtime.decoder import trajectory_of
@@ -20,6 +20,7 @@ from spectune.traces.schema import Finish, Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
 
+log = logging.getLogger(__name__)
 RECORDINGS_LIMIT = 64
 """Samplings that have a recording of their own; further ones are together in one, without their
 texts."""
@@ -85,7 +86,8 @@ class Recorder:
         while (text := self._queue.get()) is not None:
             try:
                 self._write(text)
-            except DatabaseError as error:
+            except Exception as error:  # the texts behind it are written all the same
+                log.exception("a text is not recorded")
                 self.error, self._dropped = str(error), self._dropped + 1
 
     def _write(self, text: RecordedText) -> None:
