@@ -57,8 +57,8 @@ SLOWEST = (
     "cli_flow schedules follow db store vllm_agent at_hand transfer imports "
     "tune_server load kill parity shortlist_tuning shortlist_replay python publishing by_prompt "
     "outage record_trees profiling vllm_server processes traces_query schedule_retries "
-    "fit_commands docs serve_command serve head_states hot_reload shortlists serving retrace head_drafting models "
-    "borders tree_parity pair"
+    "fit_commands docs serve_command serve head_states hot_reload shortlists serving retrace "
+    "head_drafting models borders tree_parity pair"
 )
 """Test files that are begun first: the longest, as one of them would keep a single worker busy at
 the end. While the first tunes, and so compiles what is compiled, eight need none of it."""
