@@ -170,6 +170,10 @@ def kills(d: Figures) -> tuple[str, str]:
     return f"{len(d['problems'])} problems in {d['count']} kills", exactly(d["holds"])
 
 
+def real(d: Figures) -> tuple[str, str]:
+    return "; ".join(part["summary"] for part in d.values()), exactly(d["float64"]["holds"])
+
+
 NO_TARGET = "no target"
 CHECKS = {
     "acceptance-lossless": (
@@ -177,6 +181,13 @@ CHECKS = {
         "none differs",
         "a CPU; rounds of policies that the recording covers",
         lossless,
+    ),
+    "real": (
+        "Gemma 3 270M (`make real`): texts beside `generate` and autoregression, rounds beside "
+        "replay",
+        "none differs in float64; counted in other types",
+        "prompt lookup alone; temperatures 0 and 1",
+        real,
     ),
     "acceptance-rounding": (
         "texts that differ in other types",

