@@ -40,7 +40,7 @@ real: $(VENV)/.installed ## The same for Gemma 3 270M and prompt lookup (fetches
 	PYTHONPATH=tools $(RUN) -m gemma.target --out build/real
 	PYTHONPATH=tools $(RUN) -m gemma.texts --out build/real/texts.jsonl
 	$(RUN) cli.py check build/real/pair.json $(TEXTS)
-	$(RUN) cli.py tune --pair build/real/pair.json --workload $(TEXTS) --limit 48 --max-new-tokens 64 $(ARGS)
+	$(RUN) cli.py tune --pair build/real/pair.json --workload $(TEXTS) --limit 48 --max-new-tokens 64 --budget 6m $(ARGS)
 
 $(VENV)/.installed-serve: $(VENV)/.installed
 	@$(INSTALL) -c constraints.txt -e '.[serve]' $(LOGGED)
