@@ -12,13 +12,13 @@ import pytest
 from bench.checks import rollouts
 from spectune.engines.engine import chain_round
 from spectune.engines.vllm.folder import is_candidates
-from spectune.optimizer.rollout.blocks import SETTLED_S, Tally, Turns
+from spectune.optimizer.rollout.blocks import SETTLED_S, BlockTurns, Tally
 from spectune.optimizer.rollout.decision import (
     BLOCK_S,
     DROPPED_S,
     LOOKS,
-    Block,
     BlockPair,
+    MeasuredBlock,
     judge,
     looks_of,
     mixture_bound,
@@ -49,7 +49,10 @@ def pairs(
     rng, found = np.random.default_rng(seed), list[BlockPair]()
     for n in range(count):
         seconds = 10.0 * np.exp(noise * rng.standard_normal(2))
-        blocks = Block(float(seconds[0]), 500, 9), Block(float(seconds[1] / gain), 500, 9)
+        blocks = (
+            MeasuredBlock(float(seconds[0]), 500, 9),
+            MeasuredBlock(float(seconds[1] / gain), 500, 9),
+        )
         found.append(BlockPair(f"s{n % servers}", n // servers, *blocks))
     return found
 
@@ -126,7 +129,9 @@ def test_a_burst_in_one_block_is_no_gain_of_the_other_policy() -> None:
     for n in range(LOOKS[1]):
         arrivals = rng.poisson(9, 2)
         seconds = 10.0 * ((1 + arrivals) / 10) ** 0.5 * np.exp(0.02 * rng.standard_normal(2))
-        blocks = (Block(float(s), 500, int(a)) for s, a in zip(seconds, arrivals, strict=True))
+        blocks = (
+            MeasuredBlock(float(s), 500, int(a)) for s, a in zip(seconds, arrivals, strict=True)
+        )
         found.append(BlockPair("s0", n, *blocks))
     ratio, low, high = judge(found).looks[-1].ratio
     raw = np.array([p.log_ratio for p in found])
@@ -134,7 +139,7 @@ def test_a_burst_in_one_block_is_no_gain_of_the_other_policy() -> None:
     assert abs(math.log(ratio)) < abs(raw.mean()) / 3
 
 
-TURNS = Turns("s0", 1000.0, 7, "old", "new")
+TURNS = BlockTurns("s0", 1000.0, 7, "old", "new")
 
 
 def request(at: float, count: int = 8, every_s: float = 2.0) -> tuple[Step, ...]:

@@ -25,9 +25,9 @@ from spectune.optimizer.rollout.decision import (
     BLOCK_S,
     DROPPED_S,
     FEW_SERVERS,
-    Block,
     BlockPair,
     Look,
+    MeasuredBlock,
     judge,
     looks_of,
 )
@@ -61,7 +61,7 @@ class Server:
         self.arrivals = rng.poisson(rates * self.usual)
         self.spread = rng.uniform(*SIZES)
 
-    def block(self, number: int, *, is_candidates: bool) -> Block:
+    def block(self, number: int, *, is_candidates: bool) -> MeasuredBlock:
         rng, count = self._rng, int(self.arrivals[number])
         tokens = np.ceil(TOKENS * np.exp(self.spread * rng.standard_normal(count))).astype(int)
         noise = NOISE / np.sqrt(3) * rng.standard_t(3, count)
@@ -69,7 +69,7 @@ class Server:
         noise[stalls] += rng.exponential(0.5, int(stalls.sum()))
         crowded = ((1 + count) / (1 + self.usual)) ** CROWDED
         pace = 0.02 * self.pace[number] * crowded / (self.gain if is_candidates else 1.0)
-        return Block(float(pace * (tokens * np.exp(noise)).sum()), int(tokens.sum()), count)
+        return MeasuredBlock(float(pace * (tokens * np.exp(noise)).sum()), int(tokens.sum()), count)
 
     def pairs(self, name: str) -> Iterator[BlockPair]:
         for number in range(len(self.pace) // 2):

@@ -60,7 +60,7 @@ class GammaTable(NamedTuple):
     lookups: list[tuple[int, list[int] | None]]
 
 
-class Trial(NamedTuple):
+class TableTrial(NamedTuple):
     """A table that drafts beside the one in force, in one block of each pair (``block_s`` 0:
     always), until ``ends_s``. Moments are of ``perf_counter``, but ``since``, in seconds since
     1970, when the first block began."""
@@ -101,7 +101,7 @@ class Agent:
         self.initial = self.table = self.applied = GammaTable(
             0, "", [(0, scheduler.dynamic_sd_lookup)]
         )
-        self.trial: Trial | None = None
+        self.trial: TableTrial | None = None
         self.renewal = 0  # the highest that was read
         self.active, self.refusal, self.unchecked = False, "", 0
         self.key, self.labels = f"retrace {os.urandom(16).hex()}", set[str]()
@@ -332,7 +332,7 @@ class Agent:
         lookups.sort(key=lambda pair: -pair[0])
         return GammaTable(version, str(document["policy"]), lookups)
 
-    def trial_of(self, document: Any) -> Trial | None:
+    def trial_of(self, document: Any) -> TableTrial | None:
         """The trial of a renewal, which counts where it is for this start of the server and higher
         than those that were read: an old file prolongs nothing. Raises ValueError."""
         last, seed, renewal = self.trial, document["seed"], document["renewal"]
@@ -348,7 +348,7 @@ class Agent:
         self.renewal, now_s = renewal, time.perf_counter()
         began_s, since = (now_s, time.time()) if last is None else (last.began_s, last.since)
         table = self.table_of(document)
-        return Trial(table, seed, block_s, began_s, now_s + ttl_s, since)
+        return TableTrial(table, seed, block_s, began_s, now_s + ttl_s, since)
 
     def lookup_of(self, gammas: dict[str, int]) -> list[int] | None:
         scheduler, limit = self.scheduler, self.scheduler.num_spec_tokens
@@ -457,7 +457,7 @@ class Agent:
         self.thread.join(1.0)
 
 
-def described(trial: Trial) -> dict[str, Any]:
+def described(trial: TableTrial) -> dict[str, Any]:
     """What ``status.json`` says of a trial."""
     about = {"version": trial.table.version, "policy": trial.table.policy, "since": trial.since}
     return {**about, "is_over": time.perf_counter() >= trial.ends_s}

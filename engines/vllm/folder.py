@@ -415,7 +415,8 @@ def renewed(trial: Mapping[str, Any], status: Status, last: int, ttl_s: float) -
 
 
 def is_candidates(seed: int, block: int) -> bool:
-    """Whether a block of a trial is the candidate's, as the agent has it (``Trial.drafts_at``)."""
+    """Whether a block of a trial is the candidate's, as the agent has it
+    (``TableTrial.drafts_at``)."""
     pair, place = divmod(block, 2)
     return place == hashlib.sha256(f"{seed} {pair}".encode()).digest()[0] % 2
 

@@ -61,7 +61,7 @@ NO_BETA: Final = 1 << 40
 """Expected acceptances beyond any that are summed: a beta that is never exceeded."""
 
 
-class Queue(NamedTuple):
+class LoadRequests(NamedTuple):
     """The requests, in order: ``text`` of each, when it ``arrived``, and how many ``clients`` send
     them, each its next when its last is answered (0: they come when they come). By text: where its
     positions begin (``begins``), its ``prompts``, ``lengths`` and ``budgets`` in tokens, and
@@ -87,7 +87,7 @@ class Room(NamedTuple):
     chunk: int
 
 
-class Table(NamedTuple):
+class PolicyTable(NamedTuple):
     """The policies of a table: ``at`` int64 [seats + 1]: the policy of so many running requests.
     By draft: whether it ``rereads`` what is emitted. By policy: its ``draft``, by its number (-1:
     none); ``rounds`` and ``rows`` as in
@@ -131,7 +131,7 @@ class Books(NamedTuple):
     runs: npt.NDArray[np.int64]
 
 
-class Found(NamedTuple):
+class DecodedLoad(NamedTuple):
     """What comes out, as in :class:`optimizer.replay.serving.Found`. ``steps`` int32 [steps, 5]:
     requests, rows of the target, tokens of a prompt read before, tokens cached, passes of the
     draft. ``members`` int64 [rounds, 5]: step, request, policy, drafted and accepted tokens.
@@ -147,7 +147,7 @@ class Found(NamedTuple):
 
 
 @compiled(inline=True)
-def _window(table: Table, p: int) -> CompiledWindow:
+def _window(table: PolicyTable, p: int) -> CompiledWindow:
     a, b, c = table.limits[p]
     blank = table.blank
     return CompiledWindow(
@@ -157,7 +157,7 @@ def _window(table: Table, p: int) -> CompiledWindow:
 
 
 @compiled(inline=True)
-def _state(table: Table, books: Books, p: int, r: int) -> WindowState:
+def _state(table: PolicyTable, books: Books, p: int, r: int) -> WindowState:
     """The state of a request's window, in place."""
     history = max(1, table.history[p])
     return WindowState(
@@ -170,7 +170,7 @@ def _state(table: Table, books: Books, p: int, r: int) -> WindowState:
 
 
 @compiled(inline=True)
-def _admit(queue: Queue, room: Room, books: Books, r: int, runs: int) -> bool:
+def _admit(queue: LoadRequests, room: Room, books: Books, r: int, runs: int) -> bool:
     """Whether there is an extent for a request, which is then its own."""
     if room.slots == 0:
         return True
@@ -194,7 +194,7 @@ def _release(room: Room, books: Books, r: int, runs: int) -> int:
 
 
 @compiled(inline=True)
-def _open(queue: Queue, table: Table, books: Books, p: int, r: int) -> int:
+def _open(queue: LoadRequests, table: PolicyTable, books: Books, p: int, r: int) -> int:
     """The window of a request's next round under policy ``p``, clipped."""
     t = queue.text[r]
     if books.policy[r] != p:
@@ -210,7 +210,13 @@ def _open(queue: Queue, table: Table, books: Books, p: int, r: int) -> int:
 
 @compiled(inline=True)
 def _draft(
-    queue: Queue, table: Table, books: Books, costs: BatchCosts, step: StepRows, p: int, n: int
+    queue: LoadRequests,
+    table: PolicyTable,
+    books: Books,
+    costs: BatchCosts,
+    step: StepRows,
+    p: int,
+    n: int,
 ) -> float:
     """Adds what the n-th running request reads in a step; seconds in which its draft reads a text
     that it did not follow."""
@@ -244,7 +250,9 @@ def _draft(
 
 
 @compiled(inline=True)
-def _close(queue: Queue, table: Table, books: Books, found: Found, p: int, n: int) -> int:
+def _close(
+    queue: LoadRequests, table: PolicyTable, books: Books, found: DecodedLoad, p: int, n: int
+) -> int:
     """The n-th running request gets what its round emits; returns how much."""
     r = books.running[n]
     t, d, gamma = queue.text[r], table.draft[p], books.asked[n]
@@ -270,13 +278,13 @@ def _close(queue: Queue, table: Table, books: Books, found: Found, p: int, n: in
 
 @compiled()
 def decode_queue(
-    queue: Queue,
+    queue: LoadRequests,
     room: Room,
-    table: Table,
+    table: PolicyTable,
     costs: BatchCosts,
     books: Books,
     step: StepRows,
-    found: Found,
+    found: DecodedLoad,
 ) -> tuple[int, int]:
     """Serves the whole queue: how many steps and rounds that took.
 
@@ -405,13 +413,13 @@ def serve_decoder(
     arrived = np.array(load.arrivals or [0.0] * count)
     clients = 0 if load.arrivals else load.clients
     begins = trace.offsets[:-1]
-    queue = Queue(
+    queue = LoadRequests(
         text, arrived, clients, begins, trace.prompts, lengths, trace.budgets, trace.sampled
     )
     table, drafts = _table(trace, plan, seating.seats)
     costs = costs or _costs(trace, plan, drafts, seating.seats, profile)
     most = int(lengths[text].sum())
-    found = Found(
+    found = DecodedLoad(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
         np.zeros((most, 5), np.int32), np.zeros(most),
         np.zeros((most if members else 0, 5), np.int64), np.zeros(1, np.int64),
@@ -429,7 +437,7 @@ def serve_decoder(
     return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], of)
 
 
-def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[Table, list[str]]:
+def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[PolicyTable, list[str]]:
     """The table of a plan, and the drafts that read prompts under it."""
     plans = plan.plans
     tables = [tabulate_rounds(trace, each) for each in plans]
@@ -451,7 +459,7 @@ def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[Table, list[str]
         expected[n, 1:] = NO_BETA
         expected[n, : known.shape[0], : known.shape[1]] = known
     compiled_windows = [each.window for each in plans]
-    return Table(
+    return PolicyTable(
         np.maximum(0, numbers),
         np.array(of),
         np.array([int(trace.is_head(draft)) for draft in drafts] or [0]),
@@ -483,7 +491,7 @@ def _costs(
     return batch_costs(profile, kinds, shortlists, drafts, seats)
 
 
-def _fresh(count: int, table: Table, drafts: int, seats: int) -> tuple[Books, StepRows]:
+def _fresh(count: int, table: PolicyTable, drafts: int, seats: int) -> tuple[Books, StepRows]:
     history, betas = max(1, int(table.history.max())), table.expected.shape[2]
     learner = init_state(table.blank).learner
     read, out, begin = np.zeros((3, count), np.int64)

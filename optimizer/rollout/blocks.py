@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spectune.engines.vllm.folder import is_candidates
-from spectune.optimizer.rollout.decision import BLOCK_S, DROPPED_S, Block, BlockPair
+from spectune.optimizer.rollout.decision import BLOCK_S, DROPPED_S, BlockPair, MeasuredBlock
 from spectune.traces.schema import Step
 
 SETTLED_S = 60.0
@@ -17,7 +17,7 @@ of what ends later no round counts."""
 
 
 @dataclass(frozen=True)
-class Turns:
+class BlockTurns:
     """How a trial takes turns on a ``server``: ``since`` when (seconds since 1970, by the clock
     that stamps its rounds), by which seed, in blocks of how many seconds; the policies' ids."""
 
@@ -46,14 +46,14 @@ class _Sums:
     arrivals: int = 0
     first_tokens_s: list[float] = field(default_factory=list)
 
-    def block(self) -> Block:
-        return Block(self.seconds, self.tokens, self.arrivals, tuple(self.first_tokens_s))
+    def block(self) -> MeasuredBlock:
+        return MeasuredBlock(self.seconds, self.tokens, self.arrivals, tuple(self.first_tokens_s))
 
 
 class Tally:
     """The blocks of a server's trial, from the rounds of its requests as they are stored."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: BlockTurns) -> None:
         self.turns = turns
         self._blocks: dict[int, _Sums] = defaultdict(_Sums)
 

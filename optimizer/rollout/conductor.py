@@ -17,7 +17,7 @@ from spectune.db.database_errors import DatabaseError, StaleVersionError
 from spectune.engines.vllm.folder import seed_for
 from spectune.engines.vllm.servers import why_not
 from spectune.optimizer.followed_servers import Servers
-from spectune.optimizer.rollout.blocks import Tally, Turns
+from spectune.optimizer.rollout.blocks import BlockTurns, Tally
 from spectune.optimizer.rollout.decision import BlockPair, Look, judge
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
@@ -124,7 +124,7 @@ class Conductor:
                 seed = seed_for(rollout.seed, turn.boot)
                 policies = incumbent, rollout.policy_id
                 name = able[turn.boot].place
-                turns = Turns(name, turn.since, seed, *policies, block_s=rollout.block_s)
+                turns = BlockTurns(name, turn.since, seed, *policies, block_s=rollout.block_s)
                 self._tallies[key] = Tally(turns)
         return taking, ""
 

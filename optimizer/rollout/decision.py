@@ -50,7 +50,7 @@ Verdict = Literal["go on", "promote", "revert", "inconclusive"]
 
 
 @dataclass(frozen=True)
-class Block:
+class MeasuredBlock:
     """What requests did in a block: the ``seconds`` of their rounds and the ``tokens`` of these,
     prompts apart; how many arrived; and the seconds to the first tokens that fell in it."""
 
@@ -66,8 +66,8 @@ class BlockPair:
 
     server: str
     number: int
-    incumbent: Block
-    candidate: Block
+    incumbent: MeasuredBlock
+    candidate: MeasuredBlock
 
     @cached_property
     def counts(self) -> bool:
