@@ -102,6 +102,11 @@ class Server:
             message = f"the model {name!r} is not served; {self.pair.spec.name!r} is"
             raise RefusedError(404, message, param="model", code="model_not_found")
 
+    def check_number(self, texts: int) -> None:
+        """Raises RefusedError for more texts than may ever wait and be decoded."""
+        if texts > (most := self.thread.limit + self.thread.decoder.seats):
+            raise RefusedError(400, f"{texts} texts at once; at most {most} may be", param="n")
+
     async def encode(self, request: schema.Request, *, chat: bool, param: str) -> list[int]:
         """Token ids of a prompt, made beside the event loop. Raises RefusedError."""
         try:
@@ -112,6 +117,7 @@ class Server:
     async def completion(self, asked: CompletionRequest) -> Answer:
         """A completion that has begun. Raises RefusedError."""
         self.check_model(asked.model)
+        self.check_number(len(asked.prompts) * (asked.n or 1))
         prompts = []
         for n, prompt in enumerate(asked.prompts):
             one = schema.Request(f"prompt[{n}]", "", is_plain=True)
@@ -134,6 +140,7 @@ class Server:
     async def chat(self, asked: ChatRequest) -> Answer:
         """The answer to a conversation, begun. Raises RefusedError."""
         self.check_model(asked.model)
+        self.check_number(asked.n or 1)
         if len(asked.messages) > 1 and not self.pair.has_template:
             message = "a conversation needs a chat template, and the target's tokenizer has none"
             raise RefusedError(400, message, param="messages")

@@ -120,10 +120,6 @@ class Call:
                 self._streams.append(TextStream(codec, asked.stops))
                 if echo:
                     self._leads[index] = prompt
-        if len(self.jobs) > thread.limit + thread.decoder.seats:
-            raise RefusedError(
-                400, f"{len(self.jobs)} texts at once; at most {thread.limit} may wait", param="n"
-            )
         try:
             thread.submit(self.jobs)
         except QueueFullError:

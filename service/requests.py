@@ -40,7 +40,6 @@ IDLE = (
 )
 """Keys that change no text, whatever they say."""
 CHOICES_LIMIT = 64
-PROMPTS_LIMIT = 256
 LABEL_CHARACTERS = 100
 
 
@@ -143,11 +142,9 @@ class CompletionRequest(Generation):
         return [prompt] if is_single else [*prompt]
 
     @model_validator(mode="after")
-    def _check_prompts(self) -> CompletionRequest:
+    def _check_prompt(self) -> CompletionRequest:
         if not self.prompt:
             raise ValueError("prompt: it is empty")
-        if len(self.prompts) > PROMPTS_LIMIT:
-            raise ValueError(f"prompt: {len(self.prompts)} prompts; send at most {PROMPTS_LIMIT}")
         return self
 
 
