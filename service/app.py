@@ -96,9 +96,9 @@ class Server:
             message = "no valid API key: send it as Authorization: Bearer KEY"
             raise RefusedError(401, message, code="invalid_api_key")
 
-    def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str) -> None:
         """Raises RefusedError for another model than the pair's."""
-        if name not in (None, self.pair.spec.name):
+        if name != self.pair.spec.name:
             message = f"the model {name!r} is not served; {self.pair.spec.name!r} is"
             raise RefusedError(404, message, param="model", code="model_not_found")
 

@@ -83,7 +83,7 @@ class Recorded(Body):
 class Generation(Body):
     """What both kinds of requests say."""
 
-    model: Text | None = None
+    model: Text
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=CHOICES_LIMIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None

@@ -20,6 +20,7 @@ from spectune.service.decoding import DecodeThread
 from spectune.service.metrics import Metrics
 
 PATIENCE_S = 240.0
+MODEL = "tiny-llama"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -38,7 +39,8 @@ class Served:
     def post(self, path: str, key: str | None = None, **body: Any) -> httpx2.Response:
         """The response to a body."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx2.post(f"{self.url}/v1/{path}", json=body, headers=headers, timeout=PATIENCE_S)
+        asked = {"model": MODEL, **body}
+        return httpx2.post(f"{self.url}/v1/{path}", json=asked, headers=headers, timeout=PATIENCE_S)
 
     def get(self, path: str, key: str | None = None) -> httpx2.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

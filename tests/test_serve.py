@@ -15,7 +15,7 @@ import httpx2
 import openai
 import pytest
 import torch
-from http_server import TEMPLATE, Served, chunks_of, error_of, served
+from http_server import MODEL, TEMPLATE, Served, chunks_of, error_of, served
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import chain, make_pair, tokenizer, top_k
@@ -46,7 +46,6 @@ TALK = [
 ]
 LONG = "def add(a, b):\n    return a + b\n"
 BOTH = [("completions", {"prompt": LONG}), ("chat/completions", {"messages": TALK})]
-MODEL = "tiny-llama"
 
 
 @pytest.fixture(scope="module")
@@ -387,13 +386,14 @@ def test_neutral_values_change_nothing(server: Served) -> None:
 def test_a_body_that_cannot_be_is_refused(
     server: Served, path: str, body: dict[str, Any], word: str
 ) -> None:
-    content = json.dumps(body).encode()
+    content = json.dumps({"model": MODEL, **body}).encode()
     headers = {"Content-Type": "application/json"}
     response = httpx2.post(f"{server.url}/v1/{path}", content=content, headers=headers)
     assert word in error_of(response, 400)["message"]
 
 
 def test_models_routes_and_bodies_that_there_are_not(server: Served) -> None:
+    server.refused("completions", prompt="x", model=None)
     error = server.refused("completions", 404, prompt="x", model="gpt-9")
     assert error["code"] == "model_not_found"
     (model,) = server.get("/v1/models").json()["data"]
@@ -426,7 +426,7 @@ def test_a_key_is_asked_for(pair: LoadedPair, plans: list[Plan]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_seat(server: Served, plain: Served, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": stream, "n": 3}
-    content = json.dumps(body).encode()
+    content = json.dumps({"model": MODEL, **body}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     port = int(server.url.rpartition(":")[2])
     beside = {"prompt": LONG, "max_tokens": 40, "seed": 8}
@@ -502,7 +502,7 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(
 def test_what_is_being_answered_ends_before_the_server_does(
     pair: LoadedPair, plans: list[Plan], plain: Served
 ) -> None:
-    body = {"prompt": LONG, "max_tokens": 300, "ignore_eos": True, "seed": 6}
+    body = {"model": MODEL, "prompt": LONG, "max_tokens": 300, "ignore_eos": True, "seed": 6}
     with (
         served(pair, StaticSource(plans[1])) as running,
         httpx2.stream(

@@ -20,7 +20,7 @@ import httpx2
 import pytest
 from databases import opened, put_in_force
 from doors import Door, Started
-from http_server import Served, chunks_of, served
+from http_server import MODEL, Served, chunks_of, served
 from pairs import fixed, top_k
 from recorded_texts import request_of
 from synthetic import policy
@@ -37,7 +37,7 @@ from spectune.traces.schema import Finish
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Trajectory
 
-BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 48, "seed": 7}
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "def add(a, b):", "max_tokens": 48, "seed": 7}
 POLICIES = [policy("near", fixed(4)), parse_policy(top_k("near", 3, 3, 8)), AUTOREGRESSIVE]
 LEARNS = policy("near", {"kind": "q_learning"})
 """Of one request at a time."""
