@@ -129,7 +129,12 @@ class ChatAnswer(Answer):
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
     def choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text,
+            "refusal": None,
+            "annotations": [],
+        }
         return {"message": message, "logprobs": logprobs}
 
     def parts(self, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
