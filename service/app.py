@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from spectune.runtime.loading import LoadedPair
 from spectune.service.answers import Answer, ChatAnswer, CompletionAnswer, error_object
-from spectune.service.calls import Call, ClientLeftError, Prompt, RefusedError
+from spectune.service.calls import Call, ClientLeftError, PromptIds, RefusedError
 from spectune.service.decoding import DecodeThread
 from spectune.service.metrics import Metrics
 from spectune.service.requests import ChatRequest, CompletionRequest, Generation
@@ -126,7 +126,7 @@ class Server:
             else:
                 one = replace(one, ids=tuple(prompt))
             ids = await self.encode(one, chat=False, param="prompt")
-            prompts.append(Prompt(ids, None if one.ids else one.prompt))
+            prompts.append(PromptIds(ids, None if one.ids else one.prompt))
         call = self._call(
             asked,
             prompts,
@@ -149,7 +149,7 @@ class Server:
         ids = await self.encode(one, chat=True, param="messages")
         call = self._call(
             asked,
-            [Prompt(ids)],
+            [PromptIds(ids)],
             prefix="chatcmpl",
             max_tokens=asked.max_completion_tokens or asked.max_tokens,
             most_tokens=self.chat_tokens,
@@ -157,7 +157,7 @@ class Server:
         )
         return ChatAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
 
-    def _call(self, asked: Generation, prompts: Sequence[Prompt], **how: Any) -> Call:
+    def _call(self, asked: Generation, prompts: Sequence[PromptIds], **how: Any) -> Call:
         call = Call(self.thread, asked, prompts, timeout_s=self.timeout_s, **how)
         self.metrics.add("vllm:prompt_tokens_total", call.prompt_tokens)
         return call

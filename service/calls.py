@@ -16,7 +16,7 @@ import numpy as np
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loop import DecodeRequest
 from spectune.runtime.policies.document import EXPANDED_LIMIT
-from spectune.service.decoding import Burst, DecodeThread, Job, QueueFullError
+from spectune.service.decoding import Burst, DecodeThread, QueueFullError, TextJob
 from spectune.service.requests import Generation
 from spectune.service.text import TextStream, TokenText
 from spectune.traces.schema import Request, Sampling, request_seed
@@ -46,7 +46,7 @@ class ClientLeftError(Exception):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptIds:
     """Token ids, and the text that ``echo`` repeats; None: that of the ids."""
 
     ids: list[int]
@@ -72,7 +72,7 @@ class Call:
         self,
         thread: DecodeThread,
         asked: Generation,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptIds],
         *,
         prefix: str,
         max_tokens: int | None,
@@ -91,8 +91,8 @@ class Call:
         self._bursts: asyncio.Queue[tuple[int, Burst]] = asyncio.Queue()
         self._scores = top_logprobs is not None
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        self._leads: dict[int, Prompt] = {}
-        self.jobs: list[Job] = []
+        self._leads: dict[int, PromptIds] = {}
+        self.jobs: list[TextJob] = []
         self._streams: list[TextStream] = []
         codec, xargs = thread.decoder.pair, asked.vllm_xargs
         for prompt in prompts:
@@ -108,7 +108,7 @@ class Call:
                     top_logprobs=top_logprobs,
                 )
                 self.jobs.append(
-                    Job(
+                    TextJob(
                         one,
                         partial(self._receive, index),
                         name=f"{self.id}-{index}",
@@ -206,7 +206,7 @@ class Call:
         reason = "stop" if stream.is_stopped or finish == "eos" else finish
         return Delta(index, lead + text, lead_tokens + tokens if self._scores else [], reason)
 
-    def _lead(self, index: int, prompt: Prompt) -> tuple[str, list[TokenText]]:
+    def _lead(self, index: int, prompt: PromptIds) -> tuple[str, list[TokenText]]:
         """The prompt as ``echo`` repeats it; tokens of the text follow it."""
         repeated = TextStream(self._thread.decoder.pair)
         repeated.feed(prompt.ids, [None, *self.jobs[index].prompt_logprobs])

@@ -34,7 +34,7 @@ class Burst:
 
 
 @dataclass(eq=False)
-class Job:
+class TextJob:
     """A text that is asked for. ``receive`` is called in the event loop with each burst; ``name``
     is the response's, ``label`` the client's for it. ``prompt_logprobs`` are filled where the
     request ``echoes_logprobs``."""
@@ -70,11 +70,11 @@ class DecodeThread:
         limit: int,
         *,
         observe: Callable[[Sequence[Round]], None] = lambda rounds: None,
-        finished: Callable[[Job, Finish], None] = lambda job, finish: None,
+        finished: Callable[[TextJob, Finish], None] = lambda job, finish: None,
     ) -> None:
         self.decoder, self.limit = decoder, limit
         self._observe, self._finished = observe, finished
-        self._waiting, self._running = deque[Job](), dict[int, Job]()
+        self._waiting, self._running = deque[TextJob](), dict[int, TextJob]()
         self._changed, self._closing = threading.Condition(), False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._began_s = decoder.clock()
@@ -98,7 +98,7 @@ class DecodeThread:
         with self._changed:
             return sum(not job.is_cancelled for job in self._waiting)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[TextJob]) -> None:
         """Queues all of them. Raises QueueFullError, and then none waits."""
         with self._changed:
             waiting = sum(not job.is_cancelled for job in self._waiting)
@@ -177,7 +177,7 @@ class DecodeThread:
             self._running = {}
         self._send([(job, Burst(error=error)) for job in failed])
 
-    def _send(self, bursts: Sequence[tuple[Job, Burst]]) -> None:
+    def _send(self, bursts: Sequence[tuple[TextJob, Burst]]) -> None:
         def receive() -> None:
             for job, burst in bursts:
                 job.receive(burst)

@@ -15,7 +15,7 @@ from spectune.optimizer.recording.record import put_policies, record_served, rec
 from spectune.runtime.decoder import trajectory_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
-from spectune.service.decoding import Job
+from spectune.service.decoding import TextJob
 from spectune.traces.schema import Finish, Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
@@ -30,10 +30,10 @@ UNLABELLED = "serve"
 
 
 @dataclass(frozen=True)
-class RecordedText:
+class ServedText:
     """A text that has ended, with its job."""
 
-    job: Job
+    job: TextJob
     finish: Finish
 
 
@@ -47,7 +47,7 @@ class Recorder:
     ) -> None:
         self._store, self._pair, self._source, self._share = store, pair, source, share
         self._about = {"boot": secrets.token_hex(6)}
-        self._queue = queue.Queue[RecordedText | None](CAPACITY)
+        self._queue = queue.Queue[ServedText | None](CAPACITY)
         self._writers: dict[Sampling, TrafficWriter] = {}
         self._labels, self._policies = set[str](), set[str]()
         self._dropped = 0
@@ -56,11 +56,11 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
-    def put(self, job: Job, finish: Finish) -> None:
+    def put(self, job: TextJob, finish: Finish) -> None:
         """Takes a text without waiting; where that cannot be it is counted."""
         try:
             if job.is_recorded:
-                self._queue.put_nowait(RecordedText(job, finish))
+                self._queue.put_nowait(ServedText(job, finish))
         except queue.Full:
             self._dropped += 1
 
@@ -90,7 +90,7 @@ class Recorder:
                 log.exception("a text is not recorded")
                 self.error, self._dropped = str(error), self._dropped + 1
 
-    def _write(self, text: RecordedText) -> None:
+    def _write(self, text: ServedText) -> None:
         job, request = text.job, text.job.request
         law = replace(request.sampling, seed=0)
         is_further = law not in self._writers and len(self._writers) >= RECORDINGS_LIMIT
