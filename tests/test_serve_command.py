@@ -31,7 +31,7 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from spectune.service.decoding import Job
+from spectune.service.decoding import TextJob
 from spectune.service.recording import Recorder
 from spectune.traces.schema import Finish
 from spectune.traces.store import TraceStore
@@ -182,9 +182,9 @@ def recorded(store: TraceStore, pair: LoadedPair, share: float) -> Iterator[tupl
     """A server whose texts are recorded."""
     source = StaticSource(prepare_for(pair, POLICIES[0]))
     recorder = Recorder(store, pair, source, share)
-    ended = list[Job]()
+    ended = list[TextJob]()
 
-    def finished(job: Job, finish: Finish) -> None:
+    def finished(job: TextJob, finish: Finish) -> None:
         recorder.put(job, finish)
         ended.append(job)
 
