@@ -119,7 +119,7 @@ def rollouts(d: Figures) -> tuple[str, str]:
     )
     figure = (
         f"{percent(wrong['promote'], 2)}, {percent(wrong['revert'], 2)} at most, of {count}; "
-        f"{percent(half)}; on one server a gain of {found}, within 2.4 hours"
+        f"{percent(half)}; one server promotes {found}"
     )
     return figure, exactly(d["null"]["holds"] and d["harm"]["holds"])
 
@@ -171,7 +171,8 @@ def kills(d: Figures) -> tuple[str, str]:
 
 
 def real(d: Figures) -> tuple[str, str]:
-    return "; ".join(part["summary"] for part in d.values()), exactly(d["float64"]["holds"])
+    told = (re.sub(r" \(.*?\) and", ",", part["summary"]) for part in d.values())
+    return "; ".join(told), exactly(d["float64"]["holds"])
 
 
 NO_TARGET = "no target"
@@ -183,10 +184,9 @@ CHECKS = {
         lossless,
     ),
     "real": (
-        "Gemma 3 270M (`make real`): texts beside `generate` and autoregression, rounds beside "
-        "replay",
-        "none differs in float64; counted in other types",
-        "prompt lookup alone; temperatures 0 and 1",
+        "Gemma 3 270M: texts, rounds",
+        "none differs in float64",
+        "prompt lookup alone",
         real,
     ),
     "acceptance-rounding": (
@@ -214,9 +214,9 @@ CHECKS = {
         false_publications,
     ),
     "rollouts": (
-        "rollouts promoted, reverted of a policy as fast; half the speed reverted in four pairs",
+        "rollouts of equals: promoted, reverted; half the speed reverted",
         "1%, 1%; 99%",
-        "traffic, simulated",
+        "simulated",
         rollouts,
     ),
     "search": (

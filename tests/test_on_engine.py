@@ -103,7 +103,6 @@ def test_requests_for_fewer_tokens_get_fewer(door: Door, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("run", "--concurrency", "2"), "--engine vllm serves many"),
         (("run", "--engine", "vllm", "--stop", "x"), "is not told of stop strings"),
         (("run", "--engine", "vllm", "--policy", TREE), "cannot run trees"),
         (("record", "--engine", "vllm", "--resume", "latest"), "leave --engine out"),

@@ -170,7 +170,8 @@ def test_the_commands_of_the_pages_run_on_a_pair(
                 monkeypatch.setenv("SPECTUNE_PAIR", "pair.json")
             if words == ["schedule", "run"]:  # it runs until it is ended
                 words = [*words, "--once"]
-            if not {"demo", "--db"} & {*words}:
+            # A server runs until it is ended: `test_serve_command` starts one.
+            if words[0] != "serve" and not {"demo", "--db"} & {*words}:
                 run(words + ["--force"] * (words[0] == "init"))
                 ran += 1
         if page == "README.md":  # the page of schedules adds one of this name

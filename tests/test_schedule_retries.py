@@ -252,4 +252,5 @@ def test_an_attempt_that_published_and_was_gone_before_it_could_say_so_is_not_re
         "recording": published.evidence["recording"],
         "study": study.id,
         "report": str(tmp_path / f"spectune-report-{study.id}.html"),
+        "rollout": None,
     }

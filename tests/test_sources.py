@@ -107,7 +107,7 @@ def test_an_engine_is_tuned_on_what_was_served_lately(recorded_server: str, tmp_
     """By the seed that is given; and a load says whose it is."""
     shutil.copy(recorded_server, tmp_path / "traffic.db")
     door = Door(str(tmp_path / "traffic.db"))
-    assert "name the engine whose traffic is meant" in door.refused("tune --arrivals clients:1")
+    assert "name whose traffic is meant" in door.refused("tune --arrivals recorded")
     how = ("--engine", "vllm", "--arrivals", "clients:1,4", "--set", "search.seed=3")
     told = door.json("tune", *how, "--since", "500d", "--limit", 30)
     with opened(door.db) as store:

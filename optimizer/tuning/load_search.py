@@ -152,8 +152,8 @@ class LoadStudy(ABC):
         seeds: Iterable[tuple[Mapping[str, Any], float | None]],
         policy_of: Callable[[Mapping[str, Any]], Policy],
     ) -> None:
-        """Tries ``num_trials`` policies of a space by TPE, beginning with ``seeds``: parameters,
-        and what they are worth, None: not known yet."""
+        """Tries ``num_trials`` points of a space by TPE, beginning with ``seeds``: parameters, and
+        what they are worth, None: not known yet."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed, n_startup_trials=0)
         study = optuna.create_study(direction="maximize", sampler=sampler)
