@@ -134,7 +134,7 @@ def executed(quick: bool) -> dict[str, Any]:
                 != texts[int(a.trajectory.request_id) % len(texts)].output_ids.tolist()
                 for a in answers
             )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (clients, name), speeds in each.items():
         plan = prepare(policies[name], pair.draft_names, profile=profile)
         count = max(8, 2 * clients)
