@@ -182,8 +182,7 @@ class Extents:
 
     def give(self, begin: int) -> None:
         """Gives back the run that begins there."""
-        at = int(np.searchsorted(self.runs[: self.count, 0], begin))
-        self.runs[at : self.count - 1] = self.runs[at + 1 : self.count]
+        give_back(self.runs, self.count, begin)
         self.count -= 1
 
 
@@ -201,6 +200,16 @@ def first_fit(runs: npt.NDArray[np.int64], count: int, capacity: int, size: int)
         runs[i, 0], runs[i, 1] = runs[i - 1, 0], runs[i - 1, 1]
     runs[at, 0], runs[at, 1] = begin, begin + size
     return begin
+
+
+@compiled()
+def give_back(runs: npt.NDArray[np.int64], count: int, begin: int) -> None:
+    """Takes the run that begins there out of the first ``count``, which stay in order."""
+    at = 0
+    while runs[at, 0] != begin:
+        at += 1
+    for i in range(at, count - 1):
+        runs[i, 0], runs[i, 1] = runs[i + 1, 0], runs[i + 1, 1]
 
 
 class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
@@ -18,6 +15,7 @@ from spectune.optimizer.commands.decoding import load
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.in_force import ready_plan, watch
+from spectune.optimizer.signals import on_signals
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
@@ -183,18 +181,12 @@ def _drain_on_signals(running: HTTPServer, talk: Talk) -> Iterator[None]:
     """The first SIGINT or SIGTERM ends the server when what it serves has ended, the next one
     cancels that."""
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def ends(name: str) -> None:
         if running.should_exit:
             running.force_exit = True
         else:
-            talk.tell(f"{signal.Signals(number).name}: finishing what is being served")
+            talk.tell(f"{name}: finishing what is being served")
         running.should_exit = True
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
+    with on_signals(ends):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -125,6 +125,7 @@ class DecodeThread:
 
     def wait(self) -> bool:
         with self._changed:
+            self._running = {}  # it waits where nothing runs: what was left was cancelled
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return bool(self._waiting)
 
@@ -173,7 +174,9 @@ class DecodeThread:
     def _fail(self, error: Exception) -> None:
         """Ends the jobs that ran; where none did, the one that could not be admitted."""
         with self._changed:
-            failed = [*self._running.values()] or [self._waiting.popleft()]
+            failed = [*self._running.values()]
+            if not failed and self._waiting:
+                failed = [self._waiting.popleft()]
             self._running = {}
         self._send([(job, Burst(error=error)) for job in failed])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from spectune.engines.vllm.follow import Follower, Limits
 from spectune.optimizer.commands.common import Talk, names_pair, open_store, pair_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.schedule.worker import stop_on_signals
+from spectune.optimizer.signals import stop_on_signals
 from spectune.settings import Follow
 from spectune.traces.errors import ConfigError
 

@@ -14,7 +14,7 @@ from spectune.optimizer.followed_servers import Servers, able_servers
 from spectune.optimizer.rollout.conductor import conduct
 from spectune.optimizer.rollout.decision import BLOCK_S
 from spectune.optimizer.rollout.words import in_words
-from spectune.optimizer.schedule.worker import stop_on_signals
+from spectune.optimizer.signals import stop_on_signals
 from spectune.runtime.policies.document import Policy
 from spectune.settings import PoliciesAbort, PoliciesRollout, PoliciesThaw
 from spectune.traces.errors import ConfigError, PolicyError

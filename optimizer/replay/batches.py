@@ -38,8 +38,8 @@ from spectune.optimizer.replay.round_tables import (
     READ,
     tabulate_rounds,
 )
-from spectune.optimizer.replay.serving import Simulated
-from spectune.runtime.cache import first_fit
+from spectune.optimizer.replay.serving import Found, Queue, Simulated
+from spectune.runtime.cache import first_fit, give_back
 from spectune.runtime.costs import RoundKind
 from spectune.runtime.models import PREFILL_CHUNK
 from spectune.runtime.policies.document import EXPANDED_LIMIT
@@ -61,22 +61,6 @@ NO_BETA: Final = 1 << 40
 """Expected acceptances beyond any that are summed: a beta that is never exceeded."""
 
 
-class LoadRequests(NamedTuple):
-    """The requests, in order: ``text`` of each, when it ``arrived``, and how many ``clients`` send
-    them, each its next when its last is answered (0: they come when they come). By text: where its
-    positions begin (``begins``), its ``prompts``, ``lengths`` and ``budgets`` in tokens, and
-    whether it is ``sampled``."""
-
-    text: Index
-    arrived: FloatArray
-    clients: int
-    begins: Index
-    prompts: Index
-    lengths: Index
-    budgets: Index
-    sampled: Index
-
-
 class Room(NamedTuple):
     """``seats`` requests at once, in a cache of ``slots`` (0: that grows), each with ``beside``
     slots for a tree; ``chunk`` tokens of a prompt are read before a step."""
@@ -87,14 +71,16 @@ class Room(NamedTuple):
     chunk: int
 
 
-class PolicyTable(NamedTuple):
-    """The policies of a table: ``at`` int64 [seats + 1]: the policy of so many running requests.
-    By draft: whether it ``rereads`` what is emitted. By policy: its ``draft``, by its number (-1:
+class LoadTable(NamedTuple):
+    """The policies of a table on a trace. ``at`` int64 [seats + 1]: the policy of so many running
+    requests. By text: whether it is ``sampled`` (1). By draft: whether it ``rereads`` what is
+    emitted. By policy: its ``draft``, by its number (-1:
     none); ``rounds`` and ``rows`` as in
     :class:`optimizer.replay.round_tables.RoundTable`, and its window: ``kind``, ``limits`` int64
     [policies, 3], ``history`` and ``expected``. ``blank``: a window of the same types."""
 
     at: Index
+    sampled: Index
     draft: Index
     rereads: Index
     rounds: npt.NDArray[np.uint16]
@@ -112,7 +98,7 @@ class Books(NamedTuple):
     (``unread`` int64 [requests, drafts], -1: it follows the text not yet), and its window's state
     (``gamma``, ``rows``, ``accepted``, ``sums``, ``evidence``, ``now``, ``q``). ``running``: those
     that decode, in order; ``asked``, of each of them, its window in the step in hand; ``runs``:
-    extents that are taken."""
+    extents that are taken; ``missing`` int64 [1]: rounds that read what was not recorded."""
 
     read: Index
     out: Index
@@ -129,25 +115,11 @@ class Books(NamedTuple):
     running: Index
     asked: Index
     runs: npt.NDArray[np.int64]
-
-
-class DecodedLoad(NamedTuple):
-    """What comes out, as in :class:`optimizer.replay.serving.Found`. ``steps`` int32 [steps, 5]:
-    requests, rows of the target, tokens of a prompt read before, tokens cached, passes of the
-    draft. ``members`` int64 [rounds, 5]: step, request, policy, drafted and accepted tokens.
-    ``missing`` int64 [1]: rounds that read what was not recorded."""
-
-    first: FloatArray
-    finished: FloatArray
-    counts: npt.NDArray[np.int64]
-    steps: npt.NDArray[np.int32]
-    ends: FloatArray
-    members: npt.NDArray[np.int64]
     missing: Index
 
 
 @compiled(inline=True)
-def _window(table: PolicyTable, p: int) -> CompiledWindow:
+def _window(table: LoadTable, p: int) -> CompiledWindow:
     a, b, c = table.limits[p]
     blank = table.blank
     return CompiledWindow(
@@ -157,7 +129,7 @@ def _window(table: PolicyTable, p: int) -> CompiledWindow:
 
 
 @compiled(inline=True)
-def _state(table: PolicyTable, books: Books, p: int, r: int) -> WindowState:
+def _state(table: LoadTable, books: Books, p: int, r: int) -> WindowState:
     """The state of a request's window, in place."""
     history = max(1, table.history[p])
     return WindowState(
@@ -170,7 +142,7 @@ def _state(table: PolicyTable, books: Books, p: int, r: int) -> WindowState:
 
 
 @compiled(inline=True)
-def _admit(queue: LoadRequests, room: Room, books: Books, r: int, runs: int) -> bool:
+def _admit(queue: Queue, room: Room, books: Books, r: int, runs: int) -> bool:
     """Whether there is an extent for a request, which is then its own."""
     if room.slots == 0:
         return True
@@ -185,16 +157,12 @@ def _release(room: Room, books: Books, r: int, runs: int) -> int:
     """Gives an extent back; how many are taken."""
     if room.slots == 0:
         return runs
-    at = 0
-    while books.runs[at, 0] != books.begin[r]:
-        at += 1
-    for i in range(at, runs - 1):
-        books.runs[i, 0], books.runs[i, 1] = books.runs[i + 1, 0], books.runs[i + 1, 1]
+    give_back(books.runs, runs, books.begin[r])
     return runs - 1
 
 
 @compiled(inline=True)
-def _open(queue: LoadRequests, table: PolicyTable, books: Books, p: int, r: int) -> int:
+def _open(queue: Queue, table: LoadTable, books: Books, p: int, r: int) -> int:
     """The window of a request's next round under policy ``p``, clipped."""
     t = queue.text[r]
     if books.policy[r] != p:
@@ -210,8 +178,8 @@ def _open(queue: LoadRequests, table: PolicyTable, books: Books, p: int, r: int)
 
 @compiled(inline=True)
 def _draft(
-    queue: LoadRequests,
-    table: PolicyTable,
+    queue: Queue,
+    table: LoadTable,
     books: Books,
     costs: BatchCosts,
     step: StepRows,
@@ -222,7 +190,7 @@ def _draft(
     that it did not follow."""
     r = books.running[n]
     t, d, gamma, late_s = queue.text[r], table.draft[p], books.asked[n], 0.0
-    s, sampled = queue.begins[t] + books.out[r], queue.sampled[t]
+    s, sampled = queue.begins[t] + books.out[r], table.sampled[t]
     row = table.rounds[p, s, gamma]
     cached, drafted, passes = queue.prompts[t] + books.out[r] - 1, row[DRAFTED], int(row[PASSES])
     if passes > 0:
@@ -250,9 +218,7 @@ def _draft(
 
 
 @compiled(inline=True)
-def _close(
-    queue: LoadRequests, table: PolicyTable, books: Books, found: DecodedLoad, p: int, n: int
-) -> int:
+def _close(queue: Queue, table: LoadTable, books: Books, found: Found, p: int, n: int) -> int:
     """The n-th running request gets what its round emits; returns how much."""
     r = books.running[n]
     t, d, gamma = queue.text[r], table.draft[p], books.asked[n]
@@ -272,19 +238,19 @@ def _close(
     found.counts[r, 0] += 1
     found.counts[r, 1] += accepted
     found.counts[r, 2] += int(row[DRAFTED])
-    found.missing[0] += int(row[MISSING])
+    books.missing[0] += int(row[MISSING])
     return int(emitted)
 
 
 @compiled()
 def decode_queue(
-    queue: LoadRequests,
+    queue: Queue,
     room: Room,
-    table: PolicyTable,
+    table: LoadTable,
     costs: BatchCosts,
     books: Books,
     step: StepRows,
-    found: DecodedLoad,
+    found: Found,
 ) -> tuple[int, int]:
     """Serves the whole queue: how many steps and rounds that took.
 
@@ -348,7 +314,7 @@ def decode_queue(
             emitted = _close(queue, table, books, found, p, n)
             if len(found.members) > 0:
                 found.members[rounds, 4] = found.counts[books.running[n], 1] - before
-            step.verified[5] += emitted * queue.sampled[queue.text[books.running[n]]]
+            step.verified[5] += emitted * table.sampled[queue.text[books.running[n]]]
             rounds += 1
         now += late_s + batch_seconds(costs, p, step)
         row = found.steps[steps]
@@ -413,23 +379,21 @@ def serve_decoder(
     arrived = np.array(load.arrivals or [0.0] * count)
     clients = 0 if load.arrivals else load.clients
     begins = trace.offsets[:-1]
-    queue = LoadRequests(
-        text, arrived, clients, begins, trace.prompts, lengths, trace.budgets, trace.sampled
-    )
+    queue = Queue(text, arrived, clients, begins, trace.prompts, lengths, trace.budgets)
     table, drafts = _table(trace, plan, seating.seats)
     costs = costs or _costs(trace, plan, drafts, seating.seats, profile)
     most = int(lengths[text].sum())
-    found = DecodedLoad(
+    found = Found(
         np.full(count, -1.0), np.full(count, -1.0), np.zeros((count, 3), np.int64),
         np.zeros((most, 5), np.int32), np.zeros(most),
-        np.zeros((most if members else 0, 5), np.int64), np.zeros(1, np.int64),
+        np.zeros((most if members else 0, 5), np.int64),
     )  # fmt: skip
     room = Room(seating.seats, seating.slots, EXPANDED_LIMIT, PREFILL_CHUNK)
     books, step = _fresh(count, table, len(drafts), seating.seats)
     steps, rounds = decode_queue(queue, room, table, costs, books, step, found)
-    if found.missing[0]:
+    if books.missing[0]:
         raise TraceError(
-            f"{found.missing[0]} of {rounds} rounds of {plan.label} would read distributions that "
+            f"{books.missing[0]} of {rounds} rounds of {plan.label} would read distributions that "
             "the recording does not hold, and the draft is not at hand to read them"
         )
     served = Served(arrived, found.first, found.finished, lengths[text])
@@ -437,7 +401,7 @@ def serve_decoder(
     return Simulated(served, found.counts, found.steps[:steps], found.ends[:steps], of)
 
 
-def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[PolicyTable, list[str]]:
+def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[LoadTable, list[str]]:
     """The table of a plan, and the drafts that read prompts under it."""
     plans = plan.plans
     tables = [tabulate_rounds(trace, each) for each in plans]
@@ -459,8 +423,9 @@ def _table(trace: ReplayTrace, plan: Plan, seats: int) -> tuple[PolicyTable, lis
         expected[n, 1:] = NO_BETA
         expected[n, : known.shape[0], : known.shape[1]] = known
     compiled_windows = [each.window for each in plans]
-    return PolicyTable(
+    return LoadTable(
         np.maximum(0, numbers),
+        trace.sampled,
         np.array(of),
         np.array([int(trace.is_head(draft)) for draft in drafts] or [0]),
         rounds,
@@ -491,7 +456,7 @@ def _costs(
     return batch_costs(profile, kinds, shortlists, drafts, seats)
 
 
-def _fresh(count: int, table: PolicyTable, drafts: int, seats: int) -> tuple[Books, StepRows]:
+def _fresh(count: int, table: LoadTable, drafts: int, seats: int) -> tuple[Books, StepRows]:
     history, betas = max(1, int(table.history.max())), table.expected.shape[2]
     learner = init_state(table.blank).learner
     read, out, begin = np.zeros((3, count), np.int64)
@@ -501,6 +466,7 @@ def _fresh(count: int, table: PolicyTable, drafts: int, seats: int) -> tuple[Boo
         np.zeros((count, history), np.int64), np.zeros((count, 3), np.int64),
         np.zeros((count, betas), np.int64), learner.now, learner.q,
         np.zeros(seats, np.int64), np.zeros(seats, np.int64), np.zeros((seats + 1, 2), np.int64),
+        np.zeros(1, np.int64),
     )  # fmt: skip
     passes = max(1, table.rows.shape[2])
     return books, StepRows(

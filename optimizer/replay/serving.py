@@ -36,8 +36,7 @@ class Queue(NamedTuple):
     """What requests are served, in order of their arrival: ``text`` of each, when it ``arrived``,
     and how many ``clients`` send them, each its next so long after its last was answered; 0: they
     come when they come, and ``arrived`` is given. By text: where its positions begin (``begins``),
-    its ``prompts``, ``lengths`` and ``budgets``, all in tokens. ``words`` say what is accepted from
-    the second token on."""
+    its ``prompts``, ``lengths`` and ``budgets``, all in tokens."""
 
     text: Index
     arrived: FloatArray
@@ -46,7 +45,6 @@ class Queue(NamedTuple):
     prompts: Index
     lengths: Index
     budgets: Index
-    words: Words
 
 
 class State(NamedTuple):
@@ -92,7 +90,7 @@ class Found(NamedTuple):
 
 
 @compiled(inline=True)
-def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
+def _wanted(queue: Queue, words: Words, rules: ServingRules, state: State, r: int) -> int:
     """Tokens that a request in force would read in the next step; 0: it is left out."""
     t = queue.text[r]
     if state.read[r] < queue.prompts[t]:
@@ -105,7 +103,7 @@ def _wanted(queue: Queue, rules: ServingRules, state: State, r: int) -> int:
     gamma = state.gamma[r]
     is_draft = state.flying[r] == 0 and state.blind[r] == 0
     if is_draft and out < queue.lengths[t]:  # a draft may have no proposal
-        gamma = min(gamma, (int(queue.words[queue.begins[t] + out - 1]) >> 8) & 255)
+        gamma = min(gamma, (int(words[queue.begins[t] + out - 1]) >> 8) & 255)
     return int(max(0, min(1 + gamma, rules.max_len - cached - 1)))
 
 
@@ -130,7 +128,14 @@ def _put(queue: Queue, state: State, slot: int, size: int, r: int, new: int) -> 
 
 @compiled(inline=True)
 def _emit(
-    queue: Queue, state: State, results: Found, r: int, drafted: int, blind: int, now: float
+    queue: Queue,
+    words: Words,
+    state: State,
+    results: Found,
+    r: int,
+    drafted: int,
+    blind: int,
+    now: float,
 ) -> bool:
     """A request gets the results of its step; whether its text has ended."""
     t, out = queue.text[r], state.out[r]
@@ -139,7 +144,7 @@ def _emit(
         results.first[r] = now
         state.out[r] = 1
     else:
-        run = 0 if blind else int(queue.words[queue.begins[t] + out - 1]) & 255
+        run = 0 if blind else int(words[queue.begins[t] + out - 1]) & 255
         accepted = min(run, drafted)
         emitted = min(accepted + 1, queue.lengths[t] - out)
         state.out[r] += emitted
@@ -184,14 +189,15 @@ def _held(state: State, running: int) -> int:
 @compiled()
 def serve_queue(
     queue: Queue,
+    words: Words,
     rules: ServingRules,
     tables: Tables,
     costs: StepCosts,
     state: State,
     results: Found,
 ) -> tuple[int, int, float]:
-    """Serves the whole queue: how many steps and rounds that took, and when the cache was too small
-    (-1: it never was).
+    """Serves the whole queue, of whose texts ``words`` say what is accepted from the second token
+    on: how many steps and rounds that took, and when the cache was too small (-1: it never was).
 
     Of the requests so many have ``arrived``, were ``admitted``, were ``sent`` (all, where they come
     when they come) and are ``running``.
@@ -218,7 +224,7 @@ def serve_queue(
             r = state.running[i]
             i += 1
             reading = state.read[r] < queue.prompts[queue.text[r]]
-            new = min(_wanted(queue, rules, state, r), budget, room - rules.draft_slots)
+            new = min(_wanted(queue, words, rules, state, r), budget, room - rules.draft_slots)
             if new == 0:
                 continue
             in_execution = state.flown[r] + 1 if state.flying[r] > 0 else 0
@@ -261,7 +267,7 @@ def serve_queue(
             if drafted < 0 or results.finished[r] >= 0:
                 continue
             blind = state.queue[head, n, 2]
-            has_ended = _emit(queue, state, results, r, drafted, blind, now)
+            has_ended = _emit(queue, words, state, results, r, drafted, blind, now)
             if has_ended and queue.clients > 0 and sent < total:
                 queue.arrived[sent] = max(now, queue.arrived[sent - 1]) + rules.reply_s
                 sent += 1
@@ -337,7 +343,7 @@ def serve(
     lengths, prompts, budgets = np.diff(trace.offsets) + 1, trace.prompts - 1, trace.budgets + 1
     arrived = np.array(load.arrivals or [rules.reply_s * n for n in range(count)])
     clients = 0 if load.arrivals else load.clients
-    queue = Queue(text, arrived, clients, trace.offsets[:-1], prompts, lengths, budgets, words)
+    queue = Queue(text, arrived, clients, trace.offsets[:-1], prompts, lengths, budgets)
     room = rules.max_batched_tokens - rules.draft_slots
     if room < 1:
         raise TraceError(f"a step of {rules.max_batched_tokens} tokens holds no request")
@@ -349,7 +355,7 @@ def serve(
         np.zeros((2 * most_steps if members else 0, 3), np.int64),
     )  # fmt: skip
     state = _fresh(count, rules)
-    steps, rounds, full = serve_queue(queue, rules, tables, costs, state, results)
+    steps, rounds, full = serve_queue(queue, words, rules, tables, costs, state, results)
     if full >= 0:
         raise TraceError(
             f"{full:.1f} s after the start the requests need more than the {rules.cache_tokens} "

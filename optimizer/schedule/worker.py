@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from spectune.db.database import Database
 from spectune.db.database_errors import DatabaseError, UnavailableError
 from spectune.optimizer.schedule.store import MAX_ATTEMPTS, Job, LeaseLostError, claim
+from spectune.optimizer.signals import stop_on_signals
 from spectune.traces.errors import SpectuneError
 
 POLL_S = 5.0
@@ -157,25 +157,3 @@ def _heartbeat(job: Job, lease_s: float, beat_s: float) -> Iterator[None]:
         end.set()
         # A database that hangs must not hang the worker: a late beat changes nothing.
         thread.join(beat_s)
-
-
-@contextmanager
-def stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """Turns the first SIGINT or SIGTERM into ``stop``, in the main thread; the next one raises
-    KeyboardInterrupt."""
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        for each in before:
-            signal.signal(each, signal.default_int_handler)
-        name = signal.Signals(number).name
-        log.warning("%s: finishing what is at hand, if anything; once more to end now", name)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -68,14 +68,8 @@ class Publications(Storage):
                 self.database.lock(session, f"key {idempotency_key}")
                 if done := _of_key(session, idempotency_key):
                     return done
-            require(session, Pair, pair_id)
-            require(session, StoredPolicy, policy_id)
-            current = active_version(session, pair_id, device, deployment)
-            if expected is not None and expected != current:
-                raise StaleVersionError(
-                    f"publication {current} is in force, not {expected} as expected; look at it "
-                    "and publish again"
-                )
+            place = pair_id, device, deployment
+            current = replaceable(session, policy_id, place, expected)
             publication = Publication(
                 deployment=deployment,
                 sampling=None if sampling is None else dict(sampling),
@@ -171,6 +165,24 @@ class Publications(Storage):
 
 def _of_key(session: Session, key: str) -> Publication | None:
     return session.scalars(select(Publication).where(Publication.idempotency_key == key)).first()
+
+
+def replaceable(
+    session: Session, policy_id: str, place: tuple[str, str, str], expected: int | None
+) -> int:
+    """The version in force (0: none) at a place, a pair's id, device and deployment, which a stored
+    policy may replace. Raises NotFoundError for an unknown pair or policy, StaleVersionError where
+    another than the ``expected`` one (None: any) is in force."""
+    pair_id, device, deployment = place
+    require(session, Pair, pair_id)
+    require(session, StoredPolicy, policy_id)
+    current = active_version(session, pair_id, device, deployment)
+    if expected is not None and expected != current:
+        raise StaleVersionError(
+            f"publication {current} is in force, not {expected} as expected; look at it and "
+            "publish again"
+        )
+    return current
 
 
 def active_version(session: Session, pair_id: str, device: str, deployment: str) -> int:

@@ -11,19 +11,17 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.orm import Session, undefer
 
-from spectune.db import DatabaseError, NotFoundError, StaleVersionError
+from spectune.db import DatabaseError, NotFoundError
 from spectune.traces.blobs import Damaged
 from spectune.traces.schema import Step, kind_of
-from spectune.traces.store.publications import Publications, active_version
-from spectune.traces.store.rows import given, insert_absent, require
+from spectune.traces.store.publications import Publications, replaceable
+from spectune.traces.store.rows import given, insert_absent
 from spectune.traces.tables import (
     HARM,
     FollowedServer,
-    Pair,
     Publication,
     Rollout,
     RolloutTurn,
-    StoredPolicy,
     Trajectory,
 )
 
@@ -82,11 +80,8 @@ class Rollouts(Publications):
                 of_key = select(Rollout).where(Rollout.idempotency_key == idempotency_key)
                 if done := session.scalars(of_key).first():
                     return done
-            require(session, Pair, pair_id)
-            require(session, StoredPolicy, policy_id)
-            current = active_version(session, pair_id, device, deployment)
-            if expected != current:
-                raise StaleVersionError(f"publication {current} is in force, not {expected}")
+            place = pair_id, device, deployment
+            current = replaceable(session, policy_id, place, expected)
             self._check_free(session, deployment, pair_id, device)
             rollout = Rollout(
                 deployment=deployment,
