@@ -37,7 +37,7 @@ from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.commands.rollouts import begin
-from spectune.optimizer.commands.tune_settings import bench_of, checked
+from spectune.optimizer.commands.tune_settings import NO_ROLLOUT, bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import EngineRun, check_options, prompts_of, record_on
@@ -61,7 +61,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import PoliciesActivate, PoliciesShow, RunCommand, Tune
-from spectune.traces.errors import TraceError
+from spectune.traces.errors import ConfigError, TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording, Rollout
 
@@ -109,6 +109,8 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     bench_name = bench_of(s)
     if bench_name == "engine" and s.engine is None and not s.serve and s.recording is not None:
         bench_name = recording_meant(s, store, s.recording).engine
+    if bench_name == "native" and s.rollout:
+        raise ConfigError(NO_ROLLOUT)
     benches = {"native": on_decoder, "server": on_server}
     ready = benches.get(bench_name, on_engine)
     with ready(store, s, talk, account or Account()) as (bench, place, options, restart):
