@@ -103,7 +103,8 @@ def attend_slots(
     parts = []
     for first, last, start, stop, mask, _ in spans:
         own = keys[:, :, start:stop], values[:, :, start:stop]
-        parts.append(attend(query[:, :, first:last], *own, mask, length, scale))
+        rows = query if len(spans) == 1 else query[:, :, first:last]  # a slice takes microseconds
+        parts.append(attend(rows, *own, mask, length, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
@@ -127,26 +128,26 @@ def layer_mask(mask: Tensor, groups: int, keys: Tensor, values: Tensor) -> Tenso
 
 def prepare_masks(view: CacheView, groups: int) -> None:
     """Makes of a pass's masks what :func:`layer_mask` does, and what layers of a window read."""
-    full, parts = view.full, view.layer(0)
-    sliding = tuple(_slid(view, span) for span in full)
 
     def ready(spans: tuple[Span, ...]) -> tuple[Span, ...]:
         return tuple(
-            s if s.mask is None else s._replace(mask=layer_mask(s.mask, groups, *parts))
+            s if s.mask is None else s._replace(mask=layer_mask(s.mask, groups, *view.layer(0)))
             for s in spans
         )
 
+    full = view.full
     view.full = view.sliding = ready(full)
-    if any(one is not other for one, other in zip(sliding, full, strict=True)):
-        view.sliding = ready(sliding)
+    if (window := view.cache.window) is not None:
+        sliding = tuple(_slid(view, span, window) for span in full)
+        if any(one is not other for one, other in zip(sliding, full, strict=True)):
+            view.sliding = ready(sliding)
 
 
-def _slid(view: CacheView, span: Span) -> Span:
+def _slid(view: CacheView, span: Span, window: int) -> Span:
     """What a request's tokens read in layers of a window: of what they see, the slots of tokens
     less than a window before them."""
     first, last, start, stop, mask, earliest = span
-    window = view.cache.window
-    if window is None or stop - start <= window:  # no more positions are read than slots
+    if stop - start <= window:  # no more positions are read than slots
         return span
     begin = start + max(0, earliest - window + 1)
     if mask is None and last - first == 1:

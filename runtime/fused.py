@@ -145,7 +145,7 @@ class Layer:
         rotate = kernels.rotate_and_write if fast else rotate_and_write
         states, slots = F.linear(normed, *self.qkv), view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
-        keys, values = (x[None] for x in slots)
+        keys, values = view.cache.layers[index]
         spans = view.sliding if self.slides else view.full
         attended = attend_slots(query[None], keys, values, spans, view.length, self.scale)[0]
         x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
