@@ -70,7 +70,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.boot, self.version, self.policy, self.noted = "f00d", 0, "", 0
         self.in_force: tuple[int, str] = (0, "")
         self.tried: dict[str, Any] | None = None
-        self.renewal, self.ends_s = 0, 0.0
+        self.renewal, self.ends_s, self.since = 0, 0.0, 0.0
         self.table: dict[int, int] = {1: self.most}
         self.taken: list[tuple[int, str]] = []
         """Every version and policy that came into force, in order."""
@@ -212,7 +212,7 @@ class FakeVllm(ThreadingHTTPServer):
             self.refused = {"version": version, "reason": f"drafts 0 to {self.most} tokens"}
         else:
             self.version, self.policy = version, document.get("policy", "")
-            self.table, self.refused = gammas, None
+            self.table, self.refused, self.since = gammas, None, time.time()
             self.taken.append((self.version, self.policy))
         self.write_status()
 
@@ -223,7 +223,7 @@ class FakeVllm(ThreadingHTTPServer):
                 "version": self.in_force[0], "policy": self.in_force[1], "since": time.time(),
             },
             "trial": self.tried and {
-                "version": self.version, "policy": self.policy, "since": 1.0, "is_over": False,
+                "version": self.version, "policy": self.policy, "since": self.since, "is_over": False,
             },
             "renewal": self.renewal, "refused": self.refused, "fault": None,
             "noted": self.noted, "dropped": 0,

@@ -80,10 +80,11 @@ class Tally:
         """Those that are settled ``now`` and count, in order."""
         turns, pairs = self.turns, list[BlockPair]()
         waits_s = turns.block_s * SETTLED_S / BLOCK_S
-        for number in range(int((now - waits_s - turns.since) // (2 * turns.block_s))):
+        settled = (now - waits_s - turns.since) // (2 * turns.block_s)
+        for number in sorted({block // 2 for block in self._blocks if block >= 0}):
             first, second = 2 * number, 2 * number + 1
             both = (second, first) if is_candidates(turns.seed, first) else (first, second)
-            if all(n in self._blocks for n in both):
+            if number < settled and all(n in self._blocks for n in both):
                 blocks = (self._blocks[n].block() for n in both)
                 pairs.append(BlockPair(turns.server, number, *blocks))
         return [pair for pair in pairs if pair.counts]
