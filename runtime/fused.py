@@ -58,12 +58,12 @@ def rotate_and_write(
 ) -> Tensor:
     """:func:`runtime.cuda.layers.rotate_and_write` in torch."""
     kv_heads, _, dim = keys.shape
-    by_head = states.view(len(states), -1, dim)
+    by_head = states.view(states.shape[0], -1, dim)
     turned, value = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
     if norms is not None:
         parts = turned[:, :heads], turned[:, heads:]
         turned = torch.cat([rms_norm(x, norm) for x, norm in zip(parts, norms, strict=True)], 1)
-    cos, sin = (x[:, None] for x in rotary)
+    cos, sin = rotary[0].unsqueeze(1), rotary[1].unsqueeze(1)
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat((-second, first), -1) * sin
     keys.index_copy_(1, slots, turned[:, heads:].transpose(0, 1))
