@@ -5,10 +5,11 @@
 ``executed``: on this machine, policies take turns at several numbers of clients, pass after pass in
 another order, after one profile of steps of several requests. ``hardware``: at the costs of an
 H100, of two kinds, by replay of the demo pair's head: no draft, the best chain, chains that stop,
-the best tree, and a table by load of them, each chosen on one half of the requests and played on
-the other, both ways. For clients reading prompts is left out, as it is one pass a request whatever
-is drafted; requests that arrive pay for it. Ratios with 95% intervals, by drawing the requests that
-are played again.
+the best tree, the best that C2T's classifier grows and cuts (a calibrated probability that a node
+is accepted, fitted to other requests), and a table by load of all these; each chosen on one half of
+the requests and played on the other, both ways. For clients reading prompts is left out, as it is
+one pass a request whatever is drafted; requests that arrive pay for it. Ratios with 95% intervals,
+by drawing the requests that are played again.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from bench.verdicts import prediction_errors
 from spectune.engines.engine import Load, Prompt, numbered
 from spectune.optimizer.decoder_engine import DecoderEngine
 from spectune.optimizer.execute import DecodeOptions
+from spectune.optimizer.fit.c2t import fit_c2t
+from spectune.optimizer.fit.recorded_trees import RecordedTrees, TreeSource
 from spectune.optimizer.profiles import served_contexts
 from spectune.optimizer.recording.record import whole_texts
 from spectune.optimizer.replay.batch_costs import ROWS, BatchCosts
 from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.load_search import policies_by_load
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
     GAMMA_LIMIT,
@@ -43,6 +48,7 @@ from spectune.runtime.policies.plan import prepare
 from spectune.runtime.profiling import measure_profile
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import Sampling
+from spectune.traces.store import TraceStore
 
 RESULT = "load-native"
 FIXED = {"kind": "fixed", "gamma": 4}
@@ -79,17 +85,30 @@ FULL = Size(32, 48, (1, 4, 8, 16), 4, 40)
 QUICK = Size(12, 12, (1, 4), 2, 4)
 
 
-def opened(
-    size: Size, sampling: Sampling, name: str, quick: bool
-) -> tuple[LoadedPair, ReplayTrace]:
+class Opened(NamedTuple):
     """The demo pair, and a recording of it with wide trees of every draft."""
+
+    store: TraceStore
+    pair: LoadedPair
+    trace: ReplayTrace
+
+
+def opened(size: Size, sampling: Sampling, name: str, quick: bool, skip: int = 0) -> Opened:
+    """Of the requests after the first ``skip``."""
     pair = demo()
     store = stored(state_folder(quick) / "load-native.db")
-    options = DecodeOptions(sampling, size.tokens)
-    drafts = pair.draft_names
-    recording = recorded(store, pair, requests(size.texts), options, drafts, 12, 8, 6)
+    options, wanted = DecodeOptions(sampling, size.tokens), requests(size.texts, skip=skip)
+    recording = recorded(store, pair, wanted, options, pair.draft_names, 12, 8, 6)
     say(f"{name}: recording {recording}")
-    return pair, replayable(store, pair, recording)
+    return Opened(store, pair, replayable(store, pair, recording))
+
+
+def classifier_of(size: Size, sampling: Sampling, draft: str, quick: bool) -> str:
+    """The classifier of a draft's trees over other requests than are played."""
+    store, pair, trace = opened(size, sampling, "classifier", quick, size.texts)
+    info = max(store.list_recordings(pair.id), key=lambda info: info.created_at)
+    found = RecordedTrees.of(trace, draft)
+    return fit_c2t(TreeSource(store, info, trace, found)).artifact
 
 
 # ---------------------------------------------------------------------------------------- executed
@@ -98,7 +117,7 @@ def opened(
 def executed(quick: bool) -> dict[str, Any]:
     """Tokens/s as predicted and as executed, by policy and clients."""
     size = QUICK if quick else FULL
-    pair, trace = opened(size, Sampling(), "executed", quick)
+    _, pair, trace = opened(size, Sampling(), "executed", quick)
     texts = trace.trajectories
     seats = max(size.clients)
     profile = measure_profile(
@@ -228,7 +247,7 @@ def costs_at(hardware: Hardware, policies: int, drafts: int, *, prompts: bool) -
     )
 
 
-def kinds(draft: str) -> dict[str, list[Policy]]:
+def kinds(draft: str, classifier: str) -> dict[str, list[Policy]]:
     """What is chosen among, by kind."""
     chains = [{"draft": draft, "window": {"kind": "fixed", "gamma": n}} for n in range(1, 9)]
     stops = [
@@ -247,7 +266,20 @@ def kinds(draft: str) -> dict[str, list[Policy]]:
         for nodes in (2, 3, 4, 6, 8, 12, 20, 32, 60)
         if nodes <= width * (1 + width * (depth - 1)) and nodes >= depth
     ]
-    documents = {"chain": chains, "stops": stops, "tree": trees}
+    calibrated = [
+        {
+            "draft": draft,
+            "window": {"kind": "fixed", "gamma": depth},
+            "growth": {
+                "kind": "classifier", "artifact": classifier,
+                "width": width, "cap": width, "beta": beta,
+            },
+        }
+        for depth in (2, 3, 4, 6)
+        for width in (1, 2, 4, 8)
+        for beta in (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+    ]  # fmt: skip
+    documents = {"chain": chains, "stops": stops, "tree": trees, "calibrated": calibrated}
     return {name: [parse_policy(d) for d in found] for name, found in documents.items()}
 
 
@@ -257,9 +289,10 @@ class Played(NamedTuple):
     trace: ReplayTrace
     pair: LoadedPair
     hardware: Hardware
+    artifacts: Artifacts
 
     def __call__(self, policy: Policy, texts: Sequence[int], load: Load) -> float:
-        plan = prepare(policy, self.pair.draft_names)
+        plan = prepare(policy, self.pair.draft_names, artifacts=self.artifacts)
         drafts = {p.draft for p in policy.candidates if p.speculates}
         arrive = len(load.arrivals)
         costs = costs_at(self.hardware, len(plan.plans), len(drafts), prompts=arrive > 0)
@@ -274,18 +307,22 @@ def hardware(quick: bool) -> dict[str, Any]:
     a table by load over the best of all that are alike at every load."""
     size, rows = QUICK if quick else FULL, []
     for sampling in (Sampling(), Sampling(1.0, seed=5)):
-        pair, trace = opened(size, sampling, "hardware", quick)
+        store, pair, trace = opened(size, sampling, "hardware", quick)
+        each = kinds("head", classifier_of(size, sampling, "head", quick))
+        artifacts = fitted(store, pair.id)
         for name, costs in list(HARDWARE.items())[: 1 if quick else None]:
-            for row in by_clients(Played(trace, pair, costs), size):
+            for row in by_clients(Played(trace, pair, costs, artifacts), each, size):
                 rows.append({"hardware": name, "temperature": sampling.temperature, **row})
                 say(f"{name}, T={sampling.temperature:g}: {row}")
     return {"rows": rows}
 
 
-def by_clients(play: Played, size: Size) -> Iterator[dict[str, Any]]:
+def by_clients(
+    play: Played, each: Mapping[str, list[Policy]], size: Size
+) -> Iterator[dict[str, Any]]:
     """A row for each number of clients, and for requests that arrive."""
     halves = [list(range(n, len(play.trace.trajectories), 2)) for n in (0, 1)]
-    each, rng = kinds("head"), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     chosen: list[dict[str, dict[int, Policy]]] = []
     for fit in halves:
         best: dict[str, dict[int, Policy]] = {name: {} for name in each}
@@ -333,11 +370,12 @@ def figures_of(speeds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any
         drawn = both[one] / both[other]
         return [float(drawn[0]), *np.quantile(drawn[1:], (0.025, 0.975)).tolist()]
 
-    alike = max(("none", "chain", "stops", "tree"), key=lambda name: float(both[name][0]))
+    alike = max((name for name in both if name != "by load"), key=lambda name: float(both[name][0]))
     return {
         "tokens_per_s": {name: float(of[0]) for name, of in both.items()},
         "best_alike": alike,
         "tree_over_chain": ratio("tree", "chain"),
+        "calibrated_over_tree": ratio("calibrated", "tree"),
         "by_load_over_best": ratio("by load", alike),
         "best_over_none": ratio(alike, "none"),
     }

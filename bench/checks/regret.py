@@ -28,9 +28,10 @@ def check(quick: bool) -> dict[str, Any]:
     """The published winner against the best of gamma 0..12 of every chain draft, executed
     exhaustively, on three workloads.
 
-    All race with the winner on 12 of the 48 requests; then winner and best run once more against
-    each other alone, as the best of many that are nearly alike owes something to luck. Where the
-    only draft is as large as the target, nothing may be published.
+    Of 96 requests: of 48, a gain of 17% was not proved once. All race with the winner on 12; then
+    winner and best run once more against each other alone, as the best of many that are nearly
+    alike owes something to luck. Where the only draft is as large as the target, nothing may be
+    published.
     """
     state = state_folder(quick)
     pair = demo(DRAFTS)
@@ -65,7 +66,7 @@ def _against_fixed(
     if measured is not None:
         store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
         store.put_profile(measured)
-    count, tokens, gammas, budget_s = (18, 10, 2, 2.0) if quick else (48, 48, 12, 80.0)
+    count, tokens, gammas, budget_s = (18, 10, 2, 2.0) if quick else (96, 48, 12, 120.0)
     workload, options = requests(count, category=category), DecodeOptions(Sampling(), tokens)
     trials = 4 if quick else 200
     wanted = TuneOptions(options=options, trials=trials, budget_s=budget_s, tree_width=0)
@@ -97,6 +98,7 @@ def _against_fixed(
     row = {
         "workload": category,
         "winner": winner.label(),
+        "reason": tuned.reason,
         "best_fixed": best.label(),
         "share_of_best": share[0],
         "share_interval": finite(share[1:]),
