@@ -30,7 +30,7 @@ from spectune.runtime.loop import (
     decode_rounds,
     decode_steps,
 )
-from spectune.runtime.models import PREFILL_CHUNK, ids_tensor
+from spectune.runtime.models import ids_tensor
 from spectune.runtime.perplexity import HEAD_ROWS, log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
@@ -157,13 +157,13 @@ class ModelBackend:
             model.reserve(slots, keep=True)
         self._extents.capacity = slots
 
-    def read_prompt(self, turn: Turn) -> bool:
-        """The target reads a chunk of the prompt but for its last token, and so does the draft of
-        the policy that was in force at first."""
+    def read_prompt(self, turn: Turn, count: int) -> None:
+        """The target reads on, and so does the draft of the policy that was in force at first; of a
+        prompt that was read last, all at once."""
         seat, target = self._seats[turn], self.pair.target
         end = len(seat.text) - 1
         if seat.request is not self._prefilled:
-            end = min(seat.read + PREFILL_CHUNK, end)
+            end = seat.read + count
             ids = torch.tensor(seat.text[seat.read : end], device=target.device)
             target.read(ids, seat.read, self._scorer(seat), base=seat.base)
         if end > seat.read:
@@ -171,7 +171,6 @@ class ModelBackend:
         self._prefilled, seat.read = None, end
         for name, reading in seat.readings.items():
             self._drafts[name].catch_up(reading, seat.text[: end + 1])
-        return end == len(seat.text) - 1
 
     def _scorer(self, seat: Seat) -> Callable[[int, Tensor], None]:
         """Tells a request that asks for it how probable its prompt's tokens are."""

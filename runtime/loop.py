@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.policies.plan import Plan
@@ -19,6 +19,10 @@ from spectune.traces.schema import NO_BIN, Finish, Sampling, Step, Verifier
 
 if TYPE_CHECKING:
     from spectune.runtime.trees.draft import GrownTree
+
+PROMPT_TOKENS: Final = 512
+"""Most tokens of prompts that are read before a step, so that requests that run do not wait
+long."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -80,8 +84,8 @@ class Backend(Protocol):
     def admit(self, turn: Turn, plan: Plan) -> bool:
         """Makes room for a request under the plan in force. False: not before another ends."""
 
-    def read_prompt(self, turn: Turn) -> bool:
-        """Reads the next chunk of a request's prompt. True: its first round can begin."""
+    def read_prompt(self, turn: Turn, count: int) -> None:
+        """Reads the next ``count`` tokens of a request's prompt, of which none reads the last."""
 
     def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
         """Drafts at most ``turn.gamma`` levels from the end of each text; HeteroSpec may go on up
@@ -160,6 +164,7 @@ class Turn:
     """What the loop does for one request in a round: :meth:`open` asks the window, :meth:`settle`
     ends the text and tells the window, :meth:`close` says what the round was.
 
+    ``unread``: tokens of the prompt that are to be read before its first round.
     ``gamma`` > 0 levels are drafted at most, up to ``limit`` where a policy extends a tree. Of the
     round in hand ``drafted`` and ``verdict`` are the backend's, ``tokens`` what the text keeps, of
     which ``accepted`` were drafted. ``finish``: how the text ended (None: it goes on)."""
@@ -169,6 +174,7 @@ class Turn:
 
     def __init__(self, request: DecodeRequest, sessions: Sessions) -> None:
         self.request, self.output = request, list[int]()
+        self.unread = len(request.prompt_ids) - 1
         self.gamma = self.limit = self.accepted = 0
         self.drafted: Drafted | None = None
         self.tokens: list[int] = []
@@ -235,10 +241,10 @@ def decode_steps(
     """Decodes requests step by step, one round of each that runs a step, under the policy in force
     for so many.
 
-    Each step: drop what nobody waits for, admit what there is room for, read a chunk of the first
-    prompt, ask each window for gamma, draft, verify, cut at EOS or a stop string, tell the windows.
-    Seconds of a round are those of its step. ``sessions`` hold what windows carry from request to
-    request."""
+    Each step: drop what nobody waits for, admit what there is room for, read
+    :data:`PROMPT_TOKENS` of prompts, ask each window for gamma, draft, verify, cut at EOS or a stop
+    string, tell the windows. Seconds of a round are those of its step. ``sessions`` hold what
+    windows carry from request to request."""
     sessions = Sessions() if sessions is None else sessions
     reading, turns = deque[Turn](), list[Turn]()
     try:
@@ -255,8 +261,14 @@ def decode_steps(
                     break
                 reading.append(turn)
                 queue.take()
-            if reading and backend.read_prompt(reading[0]):
-                turns.append(reading.popleft())
+            left = PROMPT_TOKENS
+            while reading and (left or not reading[0].unread):
+                turn = reading[0]
+                count = min(left, turn.unread)
+                backend.read_prompt(turn, count)
+                turn.unread, left = turn.unread - count, left - count
+                if not turn.unread:
+                    turns.append(reading.popleft())
             if not turns:
                 continue
             began, plan = clock(), source.current().at(len(turns))

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 CHUNK = 512
 """Longest pass whose logits are read; longer texts are cut so that these stay small."""
 PREFILL_CHUNK = 512
-"""Longest pass over a prompt; longer ones are cut so that activations stay small, and requests that
-run do not wait long."""
+"""Longest pass over a prompt; longer ones are cut so that activations stay small."""
 FINAL = -1
 """As a tap: the last hidden state, after the final norm."""
 

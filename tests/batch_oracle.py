@@ -17,7 +17,6 @@ from spectune.runtime.cache import Extents
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.drafts.protocol import Drafted
 from spectune.runtime.loop import DecodeRequest, StaticSource, Turn, Verified, decode_steps
-from spectune.runtime.models import PREFILL_CHUNK
 from spectune.runtime.policies.document import EXPANDED_LIMIT
 from spectune.runtime.policies.plan import Plan
 from spectune.traces.schema import request_seed
@@ -115,7 +114,6 @@ class Seated(EachAlone):
         self.heads = {draft for draft in trace.panoramas if trace.is_head(draft)}
         self.extents = Extents(seating.slots)
         self.begins: dict[Turn, int] = {}
-        self.left: dict[Turn, int] = {}
 
     @property
     def own(self) -> dict[Turn, EveryDraft]:
@@ -131,18 +129,14 @@ class Seated(EachAlone):
             if begin is None:
                 return False
             self.begins[turn] = begin
-        self.left[turn] = len(request.prompt_ids) - 1
         return super().admit(turn, plan)
 
-    def read_prompt(self, turn: Turn) -> bool:
-        rows = min(PREFILL_CHUNK, self.left[turn])
-        self.left[turn] -= rows
-        if self.profile is not None and rows:
+    def read_prompt(self, turn: Turn, count: int) -> None:
+        if self.profile is not None and count:
             names = ("target", *self.own[turn].follows)
             self.clock.now += sum(
-                float(self.profile.seconds(f"prefill/{name}", rows=rows)) for name in names
+                float(self.profile.seconds(f"prefill/{name}", rows=count)) for name in names
             )
-        return not self.left[turn]
 
     def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
         self.late = {
@@ -167,7 +161,7 @@ class Seated(EachAlone):
                 kind = RoundKind.of(policy, tree=policy.is_tree or policy.draft in self.heads)
                 widths = [1] * drafted.steps if drafted.tree is None else drafted.tree.widths
                 rows, count = (drafted.lag, *widths[1:]), drafted.count
-                if self.late[turn]:
+                if self.late[turn] and context:
                     names = ("target", policy.draft)[policy.draft not in self.heads :]
                     late_s += sum(
                         float(self.profile.seconds(f"prefill/{n}", rows=context)) for n in names

@@ -223,7 +223,8 @@ class FakeVllm(ThreadingHTTPServer):
                 "version": self.in_force[0], "policy": self.in_force[1], "since": time.time(),
             },
             "trial": self.tried and {
-                "version": self.version, "policy": self.policy, "since": self.since, "is_over": False,
+                "version": self.version, "policy": self.policy, "since": self.since,
+                "is_over": False,
             },
             "renewal": self.renewal, "refused": self.refused, "fault": None,
             "noted": self.noted, "dropped": 0,

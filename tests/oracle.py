@@ -185,8 +185,8 @@ class EachAlone:
         self._of[turn].begin(turn.request, plan)
         return True
 
-    def read_prompt(self, turn: Turn) -> bool:
-        return True
+    def read_prompt(self, turn: Turn, count: int) -> None:
+        pass
 
     def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
         return [

@@ -35,7 +35,7 @@ from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.stored_artifacts import fitted
 from spectune.optimizer.tuning.load_search import policies_by_load
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.loop import PROMPT_TOKENS
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import (
     AUTOREGRESSIVE,
@@ -226,7 +226,7 @@ def costs_at(hardware: Hardware, policies: int, drafts: int, *, prompts: bool) -
         return seconds
 
     target, level = over(hardware.target), over(hardware.level)
-    chunk = np.arange(PREFILL_CHUNK + 1.0)
+    chunk = np.arange(PROMPT_TOKENS + 1.0)
     reading = 1e-3 * (hardware.target(chunk) + hardware.step)
     prompt = np.where((chunk > 0) & prompts, reading, 0.0)
     none = np.zeros((policies, ROWS + 1))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spectune.optimizer.replay.chain_tables import Index
 from spectune.runtime.costs import FURTHER_ROUND, FURTHER_TARGET, RoundKind, shortlist_seconds
-from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.loop import PROMPT_TOKENS
 from spectune.runtime.policies.document import GAMMA_LIMIT
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.rules import ShortlistRule
@@ -85,7 +85,7 @@ def batch_costs(
             check_draft(kind.draft, *priced)
     contexts = _contexts(profile)
     rows, requests = np.arange(ROWS + 1.0), np.arange(seats + 1.0)
-    passes, chunk = np.arange(GAMMA_LIMIT + 1.0), np.arange(PREFILL_CHUNK + 1.0)
+    passes, chunk = np.arange(GAMMA_LIMIT + 1.0), np.arange(PROMPT_TOKENS + 1.0)
     sampled = [kind._replace(sampled=True).terms for kind in kinds]
     plain = [kind.terms for kind in kinds]
 
@@ -157,7 +157,7 @@ def free_costs(policies: int, drafts: int, seats: int) -> BatchCosts:
         np.array([0.0, 1.0]), none(policies, GAMMA_LIMIT + 1), none(policies, 2, 2),
         none(policies, 2), none(policies, seats + 1), none(2, 2), none(2), none(policies, 2),
         none(policies), 0.0, none(policies, 2), none(seats + 1),
-        none(drafts + 1, PREFILL_CHUNK + 1),
+        none(drafts + 1, PROMPT_TOKENS + 1),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from spectune.optimizer.replay.round_tables import (
 from spectune.optimizer.replay.serving import Found, Queue, Simulated
 from spectune.runtime.cache import first_fit, give_back
 from spectune.runtime.costs import RoundKind
-from spectune.runtime.models import PREFILL_CHUNK
+from spectune.runtime.loop import PROMPT_TOKENS
 from spectune.runtime.policies.document import EXPANDED_LIMIT
 from spectune.runtime.policies.jit import compiled
 from spectune.runtime.policies.on_the_fly import History, Learner, WindowLimits
@@ -63,7 +63,7 @@ NO_BETA: Final = 1 << 40
 
 class Room(NamedTuple):
     """``seats`` requests at once, in a cache of ``slots`` (0: that grows), each with ``beside``
-    slots for a tree; ``chunk`` tokens of a prompt are read before a step."""
+    slots for a tree; ``chunk`` tokens of prompts are read before a step."""
 
     seats: int
     slots: int
@@ -171,8 +171,12 @@ def _open(queue: Queue, table: LoadTable, books: Books, p: int, r: int) -> int:
     left = queue.budgets[t] - books.out[r] - 1
     gamma = max(0, min(books.gamma[r], left))
     d = table.draft[p]
-    if gamma > 0 and d >= 0 and books.unread[r, d] == 0:
-        return 0  # a head has nothing to read
+    if gamma > 0 and d >= 0:
+        is_short = queue.prompts[t] + books.out[r] < 2
+        if books.unread[r, d] < 0 and table.rereads[d] != 0 and is_short:
+            books.unread[r, d] = 0
+        if books.unread[r, d] == 0:
+            return 0  # a head has nothing to read
     return int(gamma)
 
 
@@ -268,7 +272,7 @@ def decode_queue(
                 return steps, rounds
             now = queue.arrived[arrived]
             continue
-        # Admit what there is room for; read a chunk of the first prompt.
+        # Admit what there is room for; read prompts.
         while (
             admitted < arrived
             and running + admitted - opened < room.seats
@@ -281,16 +285,18 @@ def decode_queue(
             runs += 1 if room.slots > 0 else 0
             admitted += 1
         prompt = 0
-        if opened < admitted:
+        while opened < admitted:
             left = queue.prompts[queue.text[opened]] - 1 - books.read[opened]
-            prompt = min(room.chunk, left)
-            books.read[opened] += prompt
-            now += costs.prompt[0, prompt]
+            count = min(room.chunk - prompt, left)
+            prompt += count
+            books.read[opened] += count
+            now += costs.prompt[0, count]
             for d in range(books.unread.shape[1]):
-                now += costs.prompt[d + 1, prompt] if books.unread[opened, d] >= 0 else 0.0
-            if prompt == left:
-                books.running[running] = opened
-                running, opened = running + 1, opened + 1
+                now += costs.prompt[d + 1, count] if books.unread[opened, d] >= 0 else 0.0
+            if count < left:
+                break
+            books.running[running] = opened
+            running, opened = running + 1, opened + 1
         if running == 0:
             continue
         # Open, draft, verify.
@@ -388,7 +394,7 @@ def serve_decoder(
         np.zeros((most, 5), np.int32), np.zeros(most),
         np.zeros((most if members else 0, 5), np.int64),
     )  # fmt: skip
-    room = Room(seating.seats, seating.slots, EXPANDED_LIMIT, PREFILL_CHUNK)
+    room = Room(seating.seats, seating.slots, EXPANDED_LIMIT, PROMPT_TOKENS)
     books, step = _fresh(count, table, len(drafts), seating.seats)
     steps, rounds = decode_queue(queue, room, table, costs, books, step, found)
     if books.missing[0]:

@@ -22,6 +22,7 @@ from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.decoder import ModelBackend
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import (
+    PROMPT_TOKENS,
     DecodeRequest,
     Round,
     StaticSource,
@@ -222,8 +223,8 @@ class Experiment:
         turn = Turn(DecodeRequest("profile", prompt, Sampling(), 1, 2), Sessions())
         began = self.clock()
         self.backend.admit(turn, plan)
-        while not self.backend.read_prompt(turn):
-            pass
+        for first in range(0, rows, PROMPT_TOKENS):
+            self.backend.read_prompt(turn, min(PROMPT_TOKENS, rows - first))
         if self.pair.device.type == "cuda":
             torch.cuda.synchronize()
         self.prefills.append(Prefill(draft, rows, self.clock() - began))
