@@ -470,6 +470,44 @@ class RolloutTurn(Value):
     problem: Mapped[str] = mapped_column(default="")
 
 
+class Alarm(Value):
+    """Traffic of a deployment that is no longer what it was when ``version`` came into force:
+    ``what`` changed (``acceptance`` of a category, ``seconds`` of rounds over those predicted, the
+    ``mix``: the share of a category), from ``before`` to ``after``. ``evidence``: how many requests
+    each of the two is the mean of, and of acceptance at how many ``drafted`` tokens.
+
+    ``outcome``: ``pending`` until the simulator was asked, then what came of it, in words, ``why``.
+    ``gain``: how many times as fast the best policy was that was simulated on the latest traffic,
+    None where that is not known. ``schedule``: the one whose tuning was made due, at ``due_at``."""
+
+    __table_args__ = (
+        Index("ix_alarm_of", "deployment", "pair_id", "device", "version"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True, init=False, compare=False)
+    deployment: Mapped[str] = mapped_column(String(100))
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
+    device: Mapped[str]
+    version: Mapped[int] = mapped_column(ForeignKey("publication.version"))
+    what: Mapped[Str16]
+    category: Mapped[str | None]
+    at: Mapped[datetime]
+    before: Mapped[float]
+    after: Mapped[float]
+    evidence: Mapped[Document]
+    outcome: Mapped[Str32] = mapped_column(default="pending")
+    why: Mapped[str] = mapped_column(default="")
+    gain: Mapped[float | None] = mapped_column(default=None)
+    schedule: Mapped[Str200 | None] = mapped_column(default=None)
+    due_at: Mapped[datetime | None] = mapped_column(default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = asdict(self)
+        return {k: v.isoformat() if isinstance(v, datetime) else v for k, v in values.items()}
+
+
 class FollowedServer(Value):
     """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
     (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.

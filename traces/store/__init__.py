@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spectune.traces.recording import Asked
+from spectune.traces.store.alarms import Alarms
 from spectune.traces.store.catalog import Catalog
 from spectune.traces.store.followed import Followed
 from spectune.traces.store.recordings import Recordings
@@ -11,7 +12,7 @@ from spectune.traces.store.rollouts import Rollouts
 __all__ = ["Asked", "TraceStore"]
 
 
-class TraceStore(Recordings, Catalog, Rollouts, Followed):
+class TraceStore(Recordings, Catalog, Rollouts, Followed, Alarms):
     """Everything that is stored, over an open :class:`db.Database`:
     ``TraceStore(open_database("spectune.db"))``.
 
