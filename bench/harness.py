@@ -37,6 +37,7 @@ CHECKS = {name: f"checks.{name}" for name in (*EXACT, *TIMED)}
 MEASUREMENTS = {
     "nulls": "checks.nulls",
     "rollouts": "checks.rollouts",
+    "drift": "checks.drift",
     "speed": "checks.speed",
     "batches": "checks.batches",
     "load_native": "checks.load_native",

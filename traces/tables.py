@@ -508,6 +508,26 @@ class Alarm(Value):
         return {k: v.isoformat() if isinstance(v, datetime) else v for k, v in values.items()}
 
 
+class WatchedDeployment(Value):
+    """What was seen of the traffic of a deployment since ``version`` came into force, for a pair on
+    a device: ``figures`` for people, and the ``state`` of what looks for changes
+    (:class:`optimizer.drift.detect.Detector`), stored with the alarms that it gave. Who looks holds
+    a lease; ``claims`` is its token."""
+
+    deployment: Mapped[str] = mapped_column(String(100), primary_key=True)
+    pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), primary_key=True)
+    device: Mapped[str] = mapped_column(primary_key=True)
+    version: Mapped[int] = mapped_column(default=0)
+    claims: Mapped[int] = mapped_column(default=0)
+    lease_owner: Mapped[Str200 | None] = mapped_column(default=None)
+    lease_until: Mapped[datetime | None] = mapped_column(default=None)
+    looked_at: Mapped[datetime | None] = mapped_column(default=None)
+    figures: Mapped[Document] = mapped_column(default_factory=dict)
+    state: Mapped[Document] = mapped_column(
+        blobs.DOCUMENT, default_factory=dict, repr=False, sort_order=LAST
+    )
+
+
 class FollowedServer(Value):
     """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
     (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.

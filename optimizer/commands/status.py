@@ -9,10 +9,10 @@ from typing import Any
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.deployment import deployment_of
+from spectune.optimizer.drift.words import told
 from spectune.optimizer.followed_servers import Servers, answers_in_words
 from spectune.optimizer.rollout.words import progress_of
-from spectune.optimizer.schedule import list_schedules
+from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
 from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.settings import StatusCommand
 from spectune.traces.store import TraceStore
@@ -30,8 +30,10 @@ def status(s: StatusCommand, talk: Talk) -> Result:
         rows = [_in_force(store, p, names, servers, schedules) for p in store.in_force()]
         followed = servers.deployments()
         rollouts = store.rollouts(s.deployment, is_open=True)
+        for row in rows:
+            row["alarms"] = [told(a) for a in store.alarms(version=row["version"])]
     # Of a schedule or a follower that waits for a first publication.
-    silent = {_deployment(x) for x in schedules} | set(followed)
+    silent = {tuned_deployment(x) for x in schedules} | set(followed)
     rows += [
         _row(name, _due(schedules, name))
         for name in sorted(silent - {r["deployment"] for r in rows})
@@ -42,6 +44,7 @@ def status(s: StatusCommand, talk: Talk) -> Result:
     lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
     of_rollouts = {r["id"]: r["text"] for row in rows for r in row["rollouts"]}
     lines += of_rollouts.values()
+    lines += [alarm["text"] for row in rows for alarm in row["alarms"]]
     shown = [{**row, **_in_words(row)} for row in rows]
     text = "\n".join(lines) if rows else "nothing is published, followed or scheduled yet"
     tables = [Table(shown, COLUMNS, "deployments")] if rows else []
@@ -82,14 +85,8 @@ def _in_force(
 def _row(deployment: str, due: list[dict[str, Any]]) -> dict[str, Any]:
     """A row of which nothing but the name and the schedules is known."""
     nothing = ("pair", "pair_id", "device", "version", "policy", "label", "since", "actor")
-    more = {"reason": "", "confirmed": None, "served_since": None, "servers": ""}
+    more = {"reason": "", "confirmed": None, "served_since": None, "servers": "", "alarms": []}
     return {"deployment": deployment, **dict.fromkeys(nothing), **more, "scheduled": due}
-
-
-def _deployment(schedule: Schedule) -> str:
-    """The deployment that a schedule publishes in."""
-    named = schedule.settings.get("deployment", deployment_of("native"))
-    return str(named)
 
 
 def _due(schedules: Iterable[Schedule], deployment: str) -> list[dict[str, Any]]:
@@ -101,7 +98,7 @@ def _due(schedules: Iterable[Schedule], deployment: str) -> list[dict[str, Any]]
             "last": x.last and x.last["outcome"],
         }
         for x in schedules
-        if _deployment(x) == deployment
+        if tuned_deployment(x) == deployment
     ]
 
 

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.database import Database
 from spectune.db.schedules import Attempt, Schedule
+from spectune.optimizer.deployment import deployment_of
 from spectune.traces.errors import SpectuneError
 from spectune.traces.text import check_name
 
@@ -132,10 +133,31 @@ def make_due(database: Database, name: str) -> None:
     """Makes a schedule due at this moment. Raises ScheduleError for an unknown name, and while a
     worker runs it."""
     with database.write() as session:
-        row, now = _get(session, name), database.now(session)
-        if row.slot is not None and row.lease_until is not None and row.lease_until > now:
+        row = _get(session, name)
+        if not make_due_in(database, session, name):
             raise ScheduleError(f"schedule {name} is run by {row.lease_owner} now")
+
+
+def make_due_in(database: Database, session: Session, name: str) -> bool:
+    """Makes a schedule due in a transaction; False while a worker runs it. Raises ScheduleError for
+    an unknown name."""
+    row, now = _get(session, name), database.now(session)
+    is_run = row.slot is not None and row.lease_until is not None and row.lease_until > now
+    if not is_run:
         row.next_at = now
+    return not is_run
+
+
+def tuned_deployment(schedule: Schedule) -> str:
+    """The deployment that a schedule publishes in."""
+    return str(schedule.settings.get("deployment", deployment_of("native")))
+
+
+def schedule_of(database: Database, deployment: str) -> Schedule | None:
+    """The schedule that tunes a deployment, of several the first by name of those that tune on
+    recent traffic; None where there is none."""
+    found = [row for row in list_schedules(database) if tuned_deployment(row) == deployment]
+    return min(found, key=lambda row: not row.settings.get("since"), default=None)
 
 
 def list_schedules(database: Database, name: str | None = None) -> list[Schedule]:

@@ -1,0 +1,201 @@
+"""Looks at what deployments served since their policies came into force, and asks the simulator
+what to do about what changed.
+
+Any number of processes may look: each deployment is looked at by one at a time. What was read is
+stored with the alarms that it gave, in one transaction: who starts, or takes over from one that
+died, reads nothing twice and leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from itertools import groupby
+from statistics import fmean, median
+from typing import Any, Final
+
+from sqlalchemy.orm import Session
+
+from spectune.db.database_errors import DatabaseError
+from spectune.engines.vllm.folder import LABEL_LIMIT
+from spectune.optimizer.drift.detect import SLOT_S, Change, Detector, Watched, check_installed
+from spectune.optimizer.drift.seconds import engine_ratios, native_ratios
+from spectune.optimizer.drift.what_if import LEAST, SINCE, Gain, what_if
+from spectune.optimizer.drift.words import in_words
+from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.schedule.store import make_due_in, schedule_of
+from spectune.traces.errors import PolicyError
+from spectune.traces.schema import devices_of
+from spectune.traces.store import TraceStore
+from spectune.traces.store.alarms import PENDING, WatchedRequest
+from spectune.traces.tables import Alarm, LatencyProfile, Publication, Recording, WatchedDeployment
+from spectune.traces.text import one_line
+
+LOOK_S: Final = 600.0
+LEASE_S: Final = 600.0
+PAUSE: Final = timedelta(hours=6)
+"""Between two tunings of a deployment that drift makes due."""
+EARLIEST: Final = timedelta(hours=6)
+"""How far back a look goes, the first of a publication and one after a long pause."""
+SHOWN: Final = 5
+
+Tell = Callable[[str], None]
+log = logging.getLogger("spectune.drift")
+
+
+@dataclass
+class Watch:
+    """Watches all deployments of a store. ``tell`` is called with a line on each alarm, and again
+    once it is known what came of it, for which the simulator is asked (``ask``)."""
+
+    store: TraceStore
+    tell: Tell = lambda line: None
+    ask: Callable[..., Gain] = what_if
+    lease_s: float = LEASE_S
+    owner: str = field(
+        default_factory=lambda: f"{socket.gethostname()}:{secrets.token_hex(4)}", init=False
+    )
+
+    def look(self) -> tuple[Alarm, ...]:
+        """Reads what was stored since, and settles alarms; those that are new. Raises
+        DatabaseError, and ConfigError where river is not installed."""
+        found = list[Alarm]()
+        for publication in self.store.in_force():
+            lease = self.store.begin_look(publication, self.owner, self.lease_s)
+            if lease is None:
+                continue
+            try:
+                found += self._look_at(lease, publication)
+                self._settle(lease, publication)
+            except PolicyError as error:  # what is in force is none
+                self.tell(f"drift in {publication.deployment}: {error}")
+            finally:
+                with suppress(DatabaseError):  # the lease runs out
+                    self.store.end_look(lease)
+        return tuple(found)
+
+    def _look_at(self, lease: WatchedDeployment, p: Publication) -> list[Alarm]:
+        """Stores what is seen; the new alarms."""
+        store, now = self.store, self.store.clock()
+        is_new = lease.version != p.version
+        state = Detector() if is_new else Detector.from_json(lease.state)
+        policy, since = published_policy(p), max(p.created_at, now - EARLIEST)
+        names = {policy.id, *(candidate.id for candidate in policy.candidates)}
+        requests, ratios = list[tuple[datetime, Watched]](), list[tuple[float, float]]()
+        for info in recordings_of(store, p, since):
+            profile = None if info.engine != "native" else self._profile(p, info)
+            for batch in store.requests_after(info.id, state.read.get(info.id, -1), since):
+                state.read[info.id] = batch.last
+                requests += [(r.ended_at, _watched(r, names)) for r in batch.requests]
+                ordered = sorted(batch.requests, key=lambda r: r.ended_at)
+                for slot, part in groupby(ordered, lambda r: r.ended_at.timestamp() // SLOT_S):
+                    if info.engine != "native":
+                        own = engine_ratios(info, [*part], state.costs)
+                    else:
+                        own = native_ratios([*part], policy, profile) if profile else []
+                    ratios += [(slot * SLOT_S, ratio) for ratio in own]
+        if not (requests or is_new):
+            return []
+        watched = [one for _, one in sorted(requests, key=lambda one: one[0])]
+        alarms = [_alarm(p, change, now) for change in state.add(watched, ratios)]
+        figures = {
+            "requests": state.requests,
+            "seconds": median(ratio for _, ratio in ratios) if ratios else None,
+            "categories": dict(Counter(one.category for one in watched).most_common(SHOWN)),
+        }
+        if not store.store_look(lease, p.version, state.to_json(), figures, alarms):
+            return []
+        for alarm in alarms:
+            self.tell(in_words(alarm))
+        return alarms
+
+    def _profile(self, p: Publication, info: Recording) -> LatencyProfile | None:
+        place = {"dtype": info.options.get("dtype"), "hardware": info.options.get("hardware")}
+        return self.store.profile_of(p.pair_id, device=p.device, **place)
+
+    def _settle(self, lease: WatchedDeployment, p: Publication) -> None:
+        """Asks the simulator once for all alarms that are pending, also of a process that died."""
+        pending = [
+            alarm
+            for alarm in self.store.alarms(p.deployment, None, outcome=PENDING)
+            if (alarm.pair_id, alarm.device) == (p.pair_id, p.device)
+        ]
+        if not pending:
+            return
+        store, database = self.store, self.store.database
+        schedule = schedule_of(database, p.deployment)
+        served = recordings_of(store, p, store.clock() - SINCE)
+        info = max(served, key=lambda info: info.created_at, default=None)
+        gain, why = self.ask(store, p, info, schedule.settings if schedule else {})
+
+        def settle(session: Session, due_at: datetime | None) -> tuple[str, str, str | None]:
+            if gain is not None and gain < LEAST:
+                return "nothing to gain", why, None
+            if due_at is not None and store.clock() - due_at < PAUSE:
+                return "held back", f"{why}; a tuning was due at {due_at:%Y-%m-%d %H:%M} UTC", None
+            if schedule is None:
+                return "no schedule", f"{why}; `schedule add` says how to tune", None
+            if not make_due_in(database, session, schedule.name):
+                return "held back", f"{why}; schedule {schedule.name} runs already", None
+            return "tuning due", why, schedule.name
+
+        for alarm in store.settle_alarms(lease, pending, gain, settle):
+            self.tell(in_words(alarm))
+
+
+def recordings_of(store: TraceStore, p: Publication, since: datetime) -> Iterator[Recording]:
+    """The recordings of what a deployment served since a moment: of the servers that are followed
+    for it, whatever pair they are of, else of the native decoder by the pair."""
+    followed = store.followed_servers()
+    here = [s for s in followed if s.deployment == p.deployment and s.heard_at >= since]
+    own = {name for server in here for name in server.recordings.values()}
+    pairs = {server.pair_id for server in here} or {p.pair_id}
+    for pair_id in sorted(pairs):
+        for info in store.list_recordings(pair_id, with_counts=False):
+            is_served = info.id in own if here else info.engine == "native"
+            is_over = info.finished_at is not None and info.finished_at < since
+            if info.source == "serve" and is_served and not is_over:
+                # What is published for all devices of a kind runs on each.
+                yield from [info] if p.device in devices_of(info.device_name) else []
+
+
+def _watched(request: WatchedRequest, policies: Collection[str]) -> Watched:
+    """What its rounds under the policy in force accepted."""
+    kept: dict[int, list[float]] = {}
+    for s in request.steps:
+        if s.drafted and s.policy in policies:
+            kept.setdefault(s.drafted, []).append(s.accepted / s.drafted)
+    category = one_line(request.category, LABEL_LIMIT)
+    return Watched(category, {drafted: fmean(of) for drafted, of in kept.items()})
+
+
+def _alarm(p: Publication, change: Change, at: datetime) -> Alarm:
+    scale = change.drafted or 1
+    evidence: dict[str, Any] = {"figures": [change.until, change.since]}
+    if change.drafted:
+        evidence["drafted"] = change.drafted
+    about = p.deployment, p.pair_id, p.device, p.version, change.what, change.category
+    return Alarm(*about, at, change.before * scale, change.after * scale, evidence)
+
+
+def watch(store: TraceStore, stop: threading.Event, tell: Tell, every_s: float = LOOK_S) -> None:
+    """Looks every so often until ``stop``. A database that goes away is waited for. Raises
+    ConfigError where river is not installed."""
+    watching = Watch(store, tell)
+    check_installed()
+    while not stop.is_set():
+        try:
+            watching.look()
+        except DatabaseError as error:
+            log.warning("%s; looking again until it can be used", error)
+        except Exception:
+            # A watch that ends here would leave every deployment without one.
+            log.exception("drift cannot be looked for")
+        stop.wait(every_s)
