@@ -14,7 +14,7 @@ from spectune.optimizer.execute import probe_s
 from spectune.optimizer.recording.record import whole_texts
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.loading import LoadedPair
-from spectune.runtime.profiling import environment, measure_profile
+from spectune.runtime.profiling.measure import environment, measure_profile
 from spectune.runtime.progress import Progress, silent
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile, Trajectory

@@ -26,7 +26,7 @@ from spectune.cli import Command, main
 from spectune.options import options_of
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
-from spectune.runtime.profiling import environment
+from spectune.runtime.profiling.measure import environment
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
 

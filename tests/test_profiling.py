@@ -30,7 +30,7 @@ from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.costs import MeasuredRound, RoundKind, predicted_seconds
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import PairSpec, read_pair
-from spectune.runtime.profiling import (
+from spectune.runtime.profiling.measure import (
     ACCEPTED_ERROR,
     measure_profile,
 )

@@ -45,7 +45,7 @@ from spectune.runtime.policies.document import (
     parse_policy,
 )
 from spectune.runtime.policies.plan import prepare
-from spectune.runtime.profiling import measure_profile
+from spectune.runtime.profiling.measure import measure_profile
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore

@@ -21,7 +21,7 @@ from spectune.optimizer.recording.record import whole_texts
 from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.optimizer.tuning.sources import texts_to_profile
 from spectune.runtime.pair import PairSpec
-from spectune.runtime.profiling import measure_profile
+from spectune.runtime.profiling.measure import measure_profile
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import Profile, RequestsSettings
 from spectune.traces.store import TraceStore
