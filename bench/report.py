@@ -124,6 +124,14 @@ def rollouts(d: Figures) -> tuple[str, str]:
     return figure, exactly(d["null"]["holds"] and d["harm"]["holds"])
 
 
+def drift(d: Figures) -> tuple[str, str]:
+    alarmed, series = d["stationary"]["alarmed"], d["stationary"]["series"]
+    prose = next(row for row in d["change"]["rows"] if row["change"].endswith("2.4 to 1.3"))
+    median, (low, high) = prose["requests"]["median"], prose["requests"]["interval"]
+    seen = f"{prose['seen']} of {prose['series']}, after {median:.0f} requests ({low}-{high})"
+    return f"{alarmed} of {series}; {seen}", exactly(d["stationary"]["holds"])
+
+
 def false_publications(d: Figures) -> tuple[str, str]:
     published, tunings = (sum(row[name] for row in d["nulls"]) for name in ("published", "tunings"))
     share = published / tunings
@@ -218,6 +226,12 @@ CHECKS = {
         "1%, 1%; 99%",
         "simulated",
         rollouts,
+    ),
+    "drift": (
+        "series of 3,000 stationary requests with an alarm; code that turns into prose",
+        "1%; none",
+        "simulated",
+        drift,
     ),
     "search": (
         "speed of what TPE chooses over enumerated grids",

@@ -18,15 +18,16 @@ from agent_folder import BEGAN, PAIR, Agent
 from databases import put_in_force
 from doors import Door
 from served_traces import recorded, simulated, trace_of, window
-from synthetic import policy
+from synthetic import flat_profile, policy
 from test_recorded_loads import propose
+from trace_values import a_trajectory
 from waiting import eventually
 
 from spectune.db import UnavailableError
 from spectune.engines.engine import Load, chain_round
 from spectune.engines.vllm.follow import Follower
 from spectune.optimizer import schedule
-from spectune.optimizer.drift import Watch, watch
+from spectune.optimizer.drift.watch import Watch, watch
 from spectune.optimizer.drift.what_if import Gain, what_if
 from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
@@ -318,6 +319,30 @@ def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path:
         assert gain.ratio is not None, gain.why
         assert gain.ratio >= 1.0
         assert "times as fast" in gain.why
+
+
+def test_what_the_native_decoder_served_is_watched_too(store: TraceStore) -> None:
+    pytest.importorskip("river")
+    store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
+    store.put_profile(flat_profile(PAIR.id, ["small"]))
+    put_in_force(store, PAIR.id, window(3))
+    about: dict[str, Any] = {"options": {"device": "cpu", "dtype": "float32"}, "source": "serve"}
+    info = store.create_recording(Asked(PAIR.id, None, Sampling(), 64, **about))
+    for n in range(40):
+        steps, times = [], {"draft_s": 1e-3, "verify_s": 1e-3, "round_s": 2e-3, "ended_s": 1.0}
+        for start in range(0, 60, 2):
+            how = {"draft": "small", "policy": window(3).id, **times}
+            steps.append(chain_round(start, 3, 1, 2, **how))  # type: ignore[arg-type]
+        store.append_trajectory(info.id, n, a_trajectory(n), steps)
+    assert Watch(store).look() == ()
+    (seen,) = store.watched_deployments()
+    assert (seen.figures["requests"], seen.figures["seconds"] > 0) == (40, True)
+    ((p,), info) = store.in_force(), store.get_recording(info.id)
+    assert "has no panorama of draft 'small'" in what_if(store, p, info, {}).why
+    propose(store)
+    gain = what_if(store, p, info, {})
+    assert gain.ratio is not None, gain.why
+    assert gain.ratio >= 1.0
 
 
 def test_status_tells_of_alarms(served: Deployment, url: str) -> None:

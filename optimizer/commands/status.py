@@ -19,6 +19,8 @@ from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, speed
 from spectune.traces.tables import Publication
 
+ALARMS = 5
+"""Alarms of a publication that are told, the newest."""
 COLUMNS = ("deployment", "pair", "device", "version", "label", "since", "gained", "served", "due")
 
 
@@ -31,7 +33,7 @@ def status(s: StatusCommand, talk: Talk) -> Result:
         followed = servers.deployments()
         rollouts = store.rollouts(s.deployment, is_open=True)
         for row in rows:
-            row["alarms"] = [told(a) for a in store.alarms(version=row["version"])]
+            row["alarms"] = [told(a) for a in store.alarms(version=row["version"], newest=ALARMS)]
     # Of a schedule or a follower that waits for a first publication.
     silent = {tuned_deployment(x) for x in schedules} | set(followed)
     rows += [
@@ -85,7 +87,13 @@ def _in_force(
 def _row(deployment: str, due: list[dict[str, Any]]) -> dict[str, Any]:
     """A row of which nothing but the name and the schedules is known."""
     nothing = ("pair", "pair_id", "device", "version", "policy", "label", "since", "actor")
-    more = {"reason": "", "confirmed": None, "served_since": None, "servers": "", "alarms": []}
+    more: dict[str, Any] = {
+        "reason": "",
+        "confirmed": None,
+        "served_since": None,
+        "servers": "",
+        "alarms": [],
+    }
     return {"deployment": deployment, **dict.fromkeys(nothing), **more, "scheduled": due}
 
 

@@ -3,7 +3,3 @@
 In: the rounds that were stored since. Out: alarms, which say what a tuning would gain, and whether
 one was made due. ``docs/schedules.md`` says what is promised.
 """
-
-from spectune.optimizer.drift.watch import LOOK_S as LOOK_S
-from spectune.optimizer.drift.watch import Watch as Watch
-from spectune.optimizer.drift.watch import watch as watch

@@ -16,11 +16,23 @@ from typing import Any, Final, NamedTuple
 
 from spectune.traces.errors import ConfigError
 
-DELTAS: Final[Mapping[str, float]] = {"acceptance": 0.002, "seconds": 0.3, "mix": 0.005}
-"""ADWIN's confidence, shared by the series of a kind. Its bound is wide where figures are few, and
-assumes that they are independent; `bench/run.py drift` counts what comes of these."""
-LEAST: Final[Mapping[str, float]] = {"acceptance": 0.15, "seconds": 0.15, "mix": 0.1}
-"""Changes below are none: of acceptance and seconds relative, of a share absolute."""
+
+class Sensitivity(NamedTuple):
+    """``delta``: ADWIN's confidence, which the series of a kind share. ``least``: changes below are
+    none, relative, of a share absolute. ``fewest``: figures after a change that tell its size."""
+
+    delta: float
+    least: float
+    fewest: int
+
+
+KINDS: Final = {
+    "acceptance": Sensitivity(0.001, 0.15, 40),
+    "seconds": Sensitivity(0.3, 0.15, 8),
+    "mix": Sensitivity(0.001, 0.1, 16),
+}
+"""ADWIN's bound is wide where figures are few, and takes them to be independent: `bench/run.py
+drift` counts what comes of these."""
 SLOWER: Final = 0.5
 """Logarithms of measured over predicted seconds are clipped to this, either way."""
 SLOT_S: Final = 600.0
@@ -122,16 +134,18 @@ class Detector:
         """What ADWIN cuts off a series, where what is left is another by enough."""
         values, (what, category, drafted) = self.series[key], key
         del values[:-FIGURES]
-        adwin = _adwin(DELTAS[what] / sum(kind == what for kind, *_ in self.series))
+        kind = KINDS[what]
+        adwin = _adwin(kind.delta / sum(other == what for other, *_ in self.series))
         for value in values:
             adwin.update(value)
-        if not (cut := len(values) - int(adwin.width)):
+        cut = len(values) - int(adwin.width)
+        if not cut or len(values) - cut < kind.fewest:
             return None
         before, after = fmean(values[:cut]), fmean(values[cut:])
         if what == "seconds":
             before, after = (exp(2 * SLOWER * x - SLOWER) for x in (before, after))
         change = abs(after - before) / (1.0 if what == "mix" else max(before, 1e-9))
-        if change < LEAST[what]:
+        if change < kind.least:
             return None
         del values[:cut]
         return Change(what, category, drafted, before, after, cut, len(values))

@@ -31,11 +31,11 @@ from spectune.optimizer.drift.what_if import LEAST, SINCE, Gain, what_if
 from spectune.optimizer.drift.words import in_words
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.schedule.store import make_due_in, schedule_of
-from spectune.traces.errors import PolicyError
+from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.alarms import PENDING, WatchedRequest
-from spectune.traces.tables import Alarm, LatencyProfile, Publication, Recording, WatchedDeployment
+from spectune.traces.tables import Alarm, Publication, Recording, WatchedDeployment
 from spectune.traces.text import one_line
 
 LOOK_S: Final = 600.0
@@ -53,7 +53,8 @@ log = logging.getLogger("spectune.drift")
 @dataclass
 class Watch:
     """Watches all deployments of a store. ``tell`` is called with a line on each alarm, and again
-    once it is known what came of it, for which the simulator is asked (``ask``)."""
+    once it is known what came of it, for which the simulator is asked (``ask``). Raises ConfigError
+    where river is not installed."""
 
     store: TraceStore
     tell: Tell = lambda line: None
@@ -63,9 +64,12 @@ class Watch:
         default_factory=lambda: f"{socket.gethostname()}:{secrets.token_hex(4)}", init=False
     )
 
+    def __post_init__(self) -> None:
+        check_installed()
+
     def look(self) -> tuple[Alarm, ...]:
         """Reads what was stored since, and settles alarms; those that are new. Raises
-        DatabaseError, and ConfigError where river is not installed."""
+        DatabaseError."""
         found = list[Alarm]()
         for publication in self.store.in_force():
             lease = self.store.begin_look(publication, self.owner, self.lease_s)
@@ -74,8 +78,11 @@ class Watch:
             try:
                 found += self._look_at(lease, publication)
                 self._settle(lease, publication)
-            except PolicyError as error:  # what is in force is none
-                self.tell(f"drift in {publication.deployment}: {error}")
+            except DatabaseError:
+                raise
+            except Exception as error:  # the others are looked at
+                is_plain = isinstance(error, SpectuneError)
+                log.error("drift in %s: %s", publication.deployment, error, exc_info=not is_plain)
             finally:
                 with suppress(DatabaseError):  # the lease runs out
                     self.store.end_look(lease)
@@ -90,11 +97,12 @@ class Watch:
         names = {policy.id, *(candidate.id for candidate in policy.candidates)}
         requests, ratios = list[tuple[datetime, Watched]](), list[tuple[float, float]]()
         for info in recordings_of(store, p, since):
-            profile = None if info.engine != "native" else self._profile(p, info)
+            place = {name: info.options.get(name) for name in ("dtype", "hardware")}
+            profile = store.profile_of(p.pair_id, device=p.device, **place)
             for batch in store.requests_after(info.id, state.read.get(info.id, -1), since):
-                state.read[info.id] = batch.last
-                requests += [(r.ended_at, _watched(r, names)) for r in batch.requests]
-                ordered = sorted(batch.requests, key=lambda r: r.ended_at)
+                state.read[info.id] = batch[-1].ordinal
+                requests += [(r.ended_at, _watched(r, names)) for r in batch]
+                ordered = sorted(batch, key=lambda r: r.ended_at)
                 for slot, part in groupby(ordered, lambda r: r.ended_at.timestamp() // SLOT_S):
                     if info.engine != "native":
                         own = engine_ratios(info, [*part], state.costs)
@@ -115,10 +123,6 @@ class Watch:
         for alarm in alarms:
             self.tell(in_words(alarm))
         return alarms
-
-    def _profile(self, p: Publication, info: Recording) -> LatencyProfile | None:
-        place = {"dtype": info.options.get("dtype"), "hardware": info.options.get("hardware")}
-        return self.store.profile_of(p.pair_id, device=p.device, **place)
 
     def _settle(self, lease: WatchedDeployment, p: Publication) -> None:
         """Asks the simulator once for all alarms that are pending, also of a process that died."""
@@ -154,7 +158,8 @@ def recordings_of(store: TraceStore, p: Publication, since: datetime) -> Iterato
     """The recordings of what a deployment served since a moment: of the servers that are followed
     for it, whatever pair they are of, else of the native decoder by the pair."""
     followed = store.followed_servers()
-    here = [s for s in followed if s.deployment == p.deployment and s.heard_at >= since]
+    there = (s for s in followed if s.deployment == p.deployment)
+    here = [server for server in there if server.heard_at and server.heard_at >= since]
     own = {name for server in here for name in server.recordings.values()}
     pairs = {server.pair_id for server in here} or {p.pair_id}
     for pair_id in sorted(pairs):
@@ -189,13 +194,11 @@ def watch(store: TraceStore, stop: threading.Event, tell: Tell, every_s: float =
     """Looks every so often until ``stop``. A database that goes away is waited for. Raises
     ConfigError where river is not installed."""
     watching = Watch(store, tell)
-    check_installed()
     while not stop.is_set():
         try:
             watching.look()
         except DatabaseError as error:
             log.warning("%s; looking again until it can be used", error)
-        except Exception:
-            # A watch that ends here would leave every deployment without one.
+        except Exception:  # without a watch nobody would be told of anything
             log.exception("drift cannot be looked for")
         stop.wait(every_s)

@@ -25,14 +25,9 @@ LEAST: Final = 1.03
 FEWEST: Final = 20
 """Requests that tell something."""
 
+Speed = tuple[float, Policy]
+"""How fast a policy is, in one unit with others."""
 log = logging.getLogger("spectune.drift")
-
-
-class Speed(NamedTuple):
-    """A policy, and how fast it is, in one unit with others."""
-
-    policy: Policy
-    speed: float
 
 
 class Gain(NamedTuple):
@@ -57,9 +52,9 @@ def what_if(
         if not isinstance(error, SpectuneError):
             log.exception("what a tuning would gain cannot be simulated")
         return Gain(None, f"not simulated: {error}")
-    best = max(speeds, key=lambda one: one.speed)
-    ratio = best.speed / current
-    return Gain(ratio, f"simulated: {best.policy.label()} is {ratio:.2f} times as fast")
+    speed, best = max(speeds, key=lambda one: one[0])
+    ratio = speed / current
+    return Gain(ratio, f"simulated: {best.label()} is {ratio:.2f} times as fast")
 
 
 def _engine(
@@ -81,20 +76,23 @@ def _engine(
     server = ServerTuned(str(info.options.get("boot", "")), info.device_name)
     sample = sample_since(store, info.pair_id, SINCE, key=key, engine=info.engine, server=server)
     bench = engine_bench(store, sample, [], arrivals, objective_of(load))
-    study, passes = TokenStudy(bench), bench.costs.passes
-    current, (loaded, *others) = published_policy(p), [draft for draft in passes if draft]
-    if current.speculates and current.draft != loaded and not others:  # another pair's name of it
-        current = current.model_copy(update={"draft": loaded})
-    policies = [Policy()] if "" in passes else []
-    for draft in (loaded, *others):
-        least, most = passes[draft]
-        policies += [constant(draft, gamma) for gamma in range(least, most + 1)]
-    speeds = [Speed(policy, study.trial(policy).value) for policy in policies]
+    study, current = TokenStudy(bench), published_policy(p)
+    passes = {draft: served for draft, served in bench.costs.passes.items() if draft}
+    if not passes:
+        raise TraceError("no step that drafts was recorded")
+    if current.speculates and len(passes) == 1:  # another pair may have another name of it
+        current = current.model_copy(update={"draft": next(iter(passes))})
+    policies = [
+        constant(draft, gamma)
+        for draft, (least, most) in passes.items()
+        for gamma in range(least, most + 1)
+    ]
+    speeds = [(study.trial(policy).value, policy) for policy in policies]
     speed = study.trial(current).value
-    server = store.followed_server(str(info.options.get("boot", "")))
-    most = 0 if server is None else server.engine.get("num_speculative_tokens") or 0
-    unknown = any(least > 0 or last < most for draft, (least, last) in passes.items() if draft)
-    if unknown and max(one.speed for one in speeds) < LEAST * speed:
+    row = store.followed_server(server.boot)
+    most = 0 if row is None else row.engine.get("num_speculative_tokens") or 0
+    unknown = any(least > 0 or last < most for least, last in passes.values())
+    if unknown and max(one for one, _ in speeds) < LEAST * speed:
         raise TraceError(f"what steps cost is known of {passes} drafted tokens alone")
     return speed, speeds
 
@@ -123,8 +121,8 @@ def _native(
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store, p.pair_id))
         return replayed.total.tokens_per_s
 
-    speeds = [Speed(AUTOREGRESSIVE, speed_of(AUTOREGRESSIVE))]
+    speeds: list[Speed] = [(speed_of(AUTOREGRESSIVE), AUTOREGRESSIVE)]
     for policy in others:
         with suppress(TraceError):  # it was recorded to fewer tokens
-            speeds.append(Speed(policy, speed_of(policy)))
+            speeds.append((speed_of(policy), policy))
     return speed_of(current), speeds

@@ -18,14 +18,6 @@ BATCH: Final = 200
 PENDING: Final = "pending"
 
 
-class Batch(NamedTuple):
-    """Some requests of a recording that have rounds; ``last``: the ordinal up to which all were
-    read."""
-
-    last: int
-    requests: list[WatchedRequest]
-
-
 class WatchedRequest(NamedTuple):
     """A request as it is watched: its rounds, and no text."""
 
@@ -117,14 +109,16 @@ class Alarms(Storage):
                 return ()
             due_at = session.scalar(last.order_by(a.due_at.desc()).limit(1))
             outcome, why, schedule = settle(session, due_at)
-            values = {"outcome": outcome, "why": why, "gain": gain, "schedule": schedule}
-            values["due_at"] = self.clock() if schedule else None
+            values: dict[str, Any] = {"outcome": outcome, "why": why, "gain": gain}
+            values |= {"schedule": schedule, "due_at": self.clock() if schedule else None}
             done = update(a).where(pending).values(**values).returning(a)
             return tuple(session.scalars(done))
 
-    def requests_after(self, recording: str, ordinal: int, since: datetime) -> Iterator[Batch]:
-        """The requests of a recording after one and ``since`` a moment, with rounds, in order; a
-        batch in memory at a time."""
+    def requests_after(
+        self, recording: str, ordinal: int, since: datetime
+    ) -> Iterator[list[WatchedRequest]]:
+        """The requests of a recording after one and ``since`` a moment that have rounds, in order;
+        a batch in memory at a time."""
         t = Trajectory
         while True:
             query = (
@@ -135,12 +129,12 @@ class Alarms(Storage):
             )
             with self.database.read() as session:
                 rows = session.execute(query).all()
-            if rows:
-                ordinal = rows[-1].ordinal
-                usable = (row for row in rows if row.steps and not isinstance(row.steps, Damaged))
-                yield Batch(ordinal, [WatchedRequest(*row) for row in usable])
+            usable = [row for row in rows if row.steps and not isinstance(row.steps, Damaged)]
+            if usable:
+                yield [WatchedRequest(*row) for row in usable]  # type: ignore[arg-type]
             if len(rows) < BATCH:
                 return
+            ordinal = rows[-1].ordinal
 
 
 _KEY = (WatchedDeployment.deployment, WatchedDeployment.pair_id, WatchedDeployment.device)
