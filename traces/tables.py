@@ -524,7 +524,7 @@ class WatchedDeployment(Value):
     looked_at: Mapped[datetime | None] = mapped_column(default=None)
     figures: Mapped[Document] = mapped_column(default_factory=dict)
     state: Mapped[Document] = mapped_column(
-        blobs.DOCUMENT, default_factory=dict, repr=False, sort_order=LAST
+        blobs.DOCUMENT, deferred=True, default_factory=dict, repr=False, sort_order=LAST
     )
 
 

@@ -106,7 +106,7 @@ class Detector:
             if (slot := int(at // SLOT_S)) > self.slot:
                 self._end_slot()
                 self.slot = slot
-            self.ratios.append(round(ratio, 4))
+            self.ratios.append(max(0.01, round(ratio, 4)))
         found = [self._change(key) for key in self.series]
         return [change for change in found if change is not None]
 

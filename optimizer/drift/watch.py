@@ -34,7 +34,7 @@ from spectune.optimizer.schedule.store import make_due_in, schedule_of
 from spectune.traces.errors import SpectuneError
 from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
-from spectune.traces.store.alarms import PENDING, WatchedRequest
+from spectune.traces.store.alarms import HELD_BACK, PENDING, WatchedRequest
 from spectune.traces.tables import Alarm, Publication, Recording, WatchedDeployment
 from spectune.traces.text import one_line
 
@@ -45,6 +45,8 @@ PAUSE: Final = timedelta(hours=6)
 EARLIEST: Final = timedelta(hours=6)
 """How far back a look goes, the first of a publication and one after a long pause."""
 SHOWN: Final = 5
+NEWEST: Final = 200
+"""Categories that figures tell of, and alarms of a deployment that are looked through."""
 
 Tell = Callable[[str], None]
 log = logging.getLogger("spectune.drift")
@@ -125,15 +127,16 @@ class Watch:
         return alarms
 
     def _settle(self, lease: WatchedDeployment, p: Publication) -> None:
-        """Asks the simulator once for all alarms that are pending, also of a process that died."""
-        pending = [
-            alarm
-            for alarm in self.store.alarms(p.deployment, None, outcome=PENDING)
-            if (alarm.pair_id, alarm.device) == (p.pair_id, p.device)
-        ]
+        """Asks the simulator once for all alarms that are pending, also of a process that died, or
+        were held back as long as they have to be."""
+        store, database = self.store, self.store.database
+        newest, place = store.alarms(p.deployment, NEWEST), (p.pair_id, p.device, p.version)
+        is_paused = any(a.due_at and store.clock() - a.due_at < PAUSE for a in newest)
+        waiting = {PENDING} if is_paused else {PENDING, HELD_BACK}
+        here = [a for a in newest if (a.pair_id, a.device, a.version) == place]
+        pending = [a for a in here if a.outcome in waiting]
         if not pending:
             return
-        store, database = self.store, self.store.database
         schedule = schedule_of(database, p.deployment)
         served = recordings_of(store, p, store.clock() - SINCE)
         info = max(served, key=lambda info: info.created_at, default=None)
@@ -143,11 +146,11 @@ class Watch:
             if gain is not None and gain < LEAST:
                 return "nothing to gain", why, None
             if due_at is not None and store.clock() - due_at < PAUSE:
-                return "held back", f"{why}; a tuning was due at {due_at:%Y-%m-%d %H:%M} UTC", None
+                return HELD_BACK, f"{why}; a tuning was due at {due_at:%Y-%m-%d %H:%M} UTC", None
             if schedule is None:
                 return "no schedule", f"{why}; `schedule add` says how to tune", None
             if not make_due_in(database, session, schedule.name):
-                return "held back", f"{why}; schedule {schedule.name} runs already", None
+                return HELD_BACK, f"{why}; schedule {schedule.name} runs already", None
             return "tuning due", why, schedule.name
 
         for alarm in store.settle_alarms(lease, pending, gain, settle):

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from spectune.traces.blobs import Damaged
 from spectune.traces.schema import Step
@@ -16,6 +16,8 @@ from spectune.traces.tables import Alarm, Publication, Trajectory, WatchedDeploy
 
 BATCH: Final = 200
 PENDING: Final = "pending"
+HELD_BACK: Final = "held back"
+"""The outcome of an alarm before a tuning may be due again."""
 
 
 class WatchedRequest(NamedTuple):
@@ -37,10 +39,9 @@ class Alarms(Storage):
         newest: int | None = 20,
         *,
         version: int | None = None,
-        outcome: str | None = None,
     ) -> tuple[Alarm, ...]:
         """The newest of a deployment, or of all, since a version came into force, newest first."""
-        of = given(deployment=deployment, version=version, outcome=outcome)
+        of = given(deployment=deployment, version=version)
         query = select(Alarm).filter_by(**of).order_by(Alarm.id.desc()).limit(newest)
         with self.database.read() as session:
             return tuple(session.scalars(query))
@@ -61,7 +62,7 @@ class Alarms(Storage):
             insert_absent(session, w, {**key, **new})
             now = self.database.now(session)
             is_free = or_(w.lease_until.is_(None), w.lease_until <= now)
-            query = select(w).filter_by(**key).where(is_free)
+            query = select(w).filter_by(**key).where(is_free).options(undefer(w.state))
             row = session.scalars(query.with_for_update(skip_locked=True)).first()
             if row is not None:
                 row.claims, row.lease_owner = row.claims + 1, owner
@@ -102,7 +103,9 @@ class Alarms(Storage):
         due last; these alarms. Nothing changes where the lease is another's."""
         a = Alarm
         last = select(a.due_at).where(a.deployment == lease.deployment, a.due_at.is_not(None))
-        pending = and_(a.id.in_([alarm.id for alarm in alarms]), a.outcome == PENDING)
+        pending = and_(
+            a.id.in_([alarm.id for alarm in alarms]), a.outcome.in_((PENDING, HELD_BACK))
+        )
         with self.database.write() as session:
             self.database.lock(session, f"drift {lease.deployment}")  # all pairs and devices
             if not _swap(session, lease, lease_owner=lease.lease_owner):
