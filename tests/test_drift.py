@@ -132,6 +132,7 @@ def test_a_change_is_alarmed_about_once_and_makes_a_tuning_due(served: Deploymen
     assert any("accepted tokens of serve at 5 drafted went from 2." in line for line in served.told)
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_stationary_traffic_of_mixed_difficulty_gives_no_alarm(served: Deployment) -> None:
     for n in range(30):
         for category, chance in (("code", CODE), ("prose", PROSE), ("math", 0.7)):
@@ -164,6 +165,7 @@ def test_a_publication_begins_anew(served: Deployment) -> None:
     assert seen.figures["requests"] == 300
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("what", ["mix", "seconds"])
 def test_other_categories_and_slower_steps_are_changes(served: Deployment, what: str) -> None:
     found = list[str]()
@@ -253,6 +255,7 @@ def test_one_that_dies_before_it_settles_an_alarm_leaves_it_to_another(served: D
     assert alarm.outcome == "no schedule"
 
 
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_hostile_labels_are_harmless(served: Deployment) -> None:
     """Each request has another, or all the same."""
     for n in range(200):
