@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,18 +17,22 @@ import pytest
 from agent_folder import BEGAN, PAIR, Agent
 from databases import put_in_force
 from doors import Door
-from served_traces import recorded, simulated, trace_of, window
+from served_traces import SERVING, recorded, simulated, trace_of, window
 from synthetic import flat_profile, policy
 from test_recorded_loads import propose
-from trace_values import a_trajectory
+from trace_values import a_panorama, a_trajectory
 from waiting import eventually
 
 from spectune.db import UnavailableError
 from spectune.engines.engine import Load, chain_round
+from spectune.engines.vllm.folder import ServerDescription
 from spectune.engines.vllm.follow import Follower
+from spectune.engines.vllm.servers import models_of
 from spectune.optimizer import schedule
 from spectune.optimizer.drift.watch import Watch, watch
 from spectune.optimizer.drift.what_if import Gain, what_if
+from spectune.optimizer.replay.replay_trace import ReplayTrace
+from spectune.runtime.policies.document import parse_policy
 from spectune.traces.schema import Sampling, Step
 from spectune.traces.store import Asked, TraceStore
 from spectune.traces.store.followed import Arrivals, Arrived, FilePlace
@@ -37,18 +41,21 @@ from spectune.traces.tables import Alarm, Trajectory
 FIVE, ONE = policy("small", 5), policy("small", 1)
 CODE, PROSE = 0.77, 0.585
 """Chances of a token's acceptance: rounds of 5 accept 2.4 and 1.3."""
-OPTIONS = {"engine": "vllm", "device": "cpu", "boot": "b1", "serving": {"max_batched_tokens": 512}}
+OPTIONS = {"engine": "vllm", "device": "cpu", "boot": "b1", "serving": SERVING}
+ASKED = Asked(PAIR.id, None, Sampling(), 400, options=OPTIONS, source="serve")
 
 
 class Deployment:
     """One followed server, what it serves, and its clock."""
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: TraceStore, engine: Mapping[str, Any] = {}) -> None:
         self.now, self.rng, self.told = datetime.now(UTC), np.random.default_rng(0), list[str]()
         self.store = replace(store, clock=lambda: self.now)
         store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
         how: dict[str, Any] = {"deployment": "vllm", "node": "n", "place": "p", "models": {}}
-        self.store.follow_server("b1", PAIR.id, {}, **how)
+        if engine:
+            how["models"] = models_of(ServerDescription.model_validate(engine))._asdict()
+        self.store.follow_server("b1", PAIR.id, engine, **how)
         self.gain = Gain(1.2, "simulated: small 2 is 1.20 times as fast")
         self.publish(FIVE)
 
@@ -57,27 +64,32 @@ class Deployment:
         put_in_force(self.store, PAIR.id, chosen, deployment="vllm")
         self.policy, self.drafted = chosen, chosen.gamma_max
 
+    def bring_in(self, requests: Sequence[tuple[Trajectory, Sequence[Step]]]) -> None:
+        """What is followed of requests, each of which ended with its last round."""
+        at = [datetime.fromtimestamp(steps[-1].ended_s, UTC) for _, steps in requests]
+        arrived = [Arrived("all", *r, moment) for r, moment in zip(requests, at, strict=True)]
+        server = self.store.followed_server("b1")
+        assert server is not None
+        end = FilePlace(0, server.bytes + len(arrived))
+        assert self.store.bring_in(server, end, Arrivals(arrived, {"all": ASKED}))
+        self.store.hear("b1", "vllm", self.now)
+
     def serve(
         self, count: int, chance: float, category: str = "serve", step_s: float = 0.02
     ) -> None:
         """So many requests of 10 to 40 rounds, one in 5 seconds."""
-        arrived = []
+        requests = []
         for _ in range(count):
             self.now += timedelta(seconds=5)
             steps = [*self._rounds(chance, step_s)]
             text = Trajectory("r", category, None, Sampling(), 400, "length")
             text.n_prompt, text.n_output = 5, sum(s.emitted for s in steps)
-            arrived.append(Arrived("all", text, steps, self.now))
-        asked = Asked(PAIR.id, None, Sampling(), 400, options=OPTIONS, source="serve")
-        server = self.store.followed_server("b1")
-        assert server is not None
-        end = FilePlace(0, server.bytes + count)
-        assert self.store.bring_in(server, end, Arrivals(arrived, {"all": asked}))
-        self.store.hear("b1", "vllm", self.now)
+            requests.append((text, steps))
+        self.bring_in(requests)
 
     def _rounds(self, chance: float, step_s: float) -> Iterator[Step]:
         start, drafted = 1, self.drafted
-        at = self.now.timestamp()
+        at = self.now.timestamp() - 5
         for _ in range(int(self.rng.integers(10, 40))):
             kept = min(int(self.rng.geometric(1 - chance)) - 1, drafted)
             at += step_s * float(np.exp(0.05 * self.rng.standard_normal()))
@@ -326,6 +338,59 @@ def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path:
         assert gain.ratio is not None, gain.why
         assert gain.ratio >= 1.0
         assert "times as fast" in gain.why
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_code_that_turns_into_prose_is_tuned_for(
+    url: str, store: TraceStore, tmp_path: Path
+) -> None:
+    """Unattended: an alarm, what it would gain, a tuning, and a rollout of what is best there."""
+    pytest.importorskip("river")
+    served = Deployment(store, Agent(tmp_path / "folder").engine)
+    door, now = Door(url, ""), datetime.now(UTC)
+    door.json(
+        "schedule add nightly", engine="vllm", rollout=True, since="1h", pair="demo",
+        arrivals="clients:4", cron="@yearly", deployment="vllm",
+    )  # fmt: skip
+
+    def serve(agreement: float, gamma: int, minutes: int, policy_id: str = "") -> None:
+        texts = [replace(t, category="serve") for t in trace_of(120, budget=70).trajectories]
+        proposed = [a_panorama(t, "small", none=0.0, agreement=agreement) for t in texts]
+        trace, began = ReplayTrace(texts, {"small": proposed}), now - timedelta(minutes=minutes)
+        found = simulated(trace, window(gamma), Load(4))
+        requests = recorded(trace, found, window(gamma), began.timestamp())
+        served.bring_in([
+            (r.trajectory, [s._replace(policy=policy_id) for s in r.steps]) for r in requests
+        ])  # fmt: skip
+        (info,) = (i for i in store.list_recordings() if i.source == "serve")
+        lacking = store.missing_panoramas(info.id, "small", 16)
+        for request in store.iterate(info.id, ordinals=lacking):
+            panorama = a_panorama(request.trajectory, "small", none=0.0, agreement=agreement)
+            store.put_panoramas(info.id, [(request.ordinal, panorama)])
+
+    for gamma in (0, 1, 3):
+        serve(0.9, gamma, 240)
+    served.now = now - timedelta(minutes=130)
+    served.publish(policy("small", 6))
+    serve(0.9, 6, 120, served.policy.id)
+    served.now = now
+    assert Watch(served.store).look() == ()
+    serve(0.2, 6, 30, served.policy.id)
+    assert Watch(served.store).look()
+    (alarm, *_) = store.alarms()
+    assert alarm.outcome == "tuning due", alarm.why
+    assert alarm.gain is not None
+    assert alarm.gain > 1.03
+    door.call("schedule run", once=True)
+    (rollout,) = store.rollouts("vllm", is_open=True)
+    assert rollout.incumbent == alarm.version
+    # In force, it would leave a tuning nothing to gain.
+    (info,) = (i for i in store.list_recordings() if i.source == "serve")
+    served.publish(parse_policy(rollout.policy.document, where="it"))
+    (p,) = store.in_force()
+    gain = what_if(store, p, info, {"load": {"arrivals": "clients:4"}})
+    assert gain.ratio is not None, gain.why
+    assert gain.ratio < 1.03
 
 
 def test_what_the_native_decoder_served_is_watched_too(store: TraceStore) -> None:

@@ -49,7 +49,7 @@ def what_if(
             store, p, info, settings
         )
     except Exception as error:  # a tuning is due where nothing is known
-        if not isinstance(error, SpectuneError):
+        if not isinstance(error, (SpectuneError, ImportError)):
             log.exception("what a tuning would gain cannot be simulated")
         return Gain(None, f"not simulated: {error}")
     speed, best = max(speeds, key=lambda one: one[0])
