@@ -6,7 +6,7 @@ WORKDIR /opt/spectune
 COPY . .
 # torch from the index of its CPU builds: the usual one brings gigabytes of CUDA along.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch \
-    && pip install --no-cache-dir -c constraints.txt '.[postgresql,parquet]' \
+    && pip install --no-cache-dir -c constraints.txt '.[native,search,serve,control,postgresql,parquet]' \
     && rm -rf /opt/spectune
 WORKDIR /work
 ENTRYPOINT ["spectune"]

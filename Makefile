@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@command -v nvidia-smi >/dev/null 2>&1 || $(CPU_TORCH) >>$(VENV)/install.log 2>&1 || \
 		echo "no torch for CPUs from download.pytorch.org: taking the usual one, with gigabytes of CUDA"
-	@$(INSTALL) -c constraints.txt -e . $(LOGGED)
+	@$(INSTALL) -c constraints.txt -e '.[native,search]' $(LOGGED)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -43,7 +43,7 @@ real: $(VENV)/.installed ## The same for Gemma 3 270M and prompt lookup (fetches
 	$(RUN) cli.py tune --pair build/real/pair.json --workload $(TEXTS) --limit 48 --max-new-tokens 64 --budget 6m $(ARGS)
 
 $(VENV)/.installed-serve: $(VENV)/.installed
-	@$(INSTALL) -c constraints.txt -e '.[serve]' $(LOGGED)
+	@$(INSTALL) -c constraints.txt -e '.[native,search,serve]' $(LOGGED)
 	@touch $@
 
 serve: $(VENV)/.installed-serve ## Serve the demo pair by OpenAI's API, under what `make tune` published

@@ -64,6 +64,25 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
 """Every command: its settings, and the function that does it, of a module of
 :mod:`spectune.optimizer.commands` or of one that is named in full."""
 
+EXTRAS = {
+    **dict.fromkeys(
+        ("simulate", "traces compare", "report", "retrace", "policies rollout"), ("search",)
+    ),
+    **dict.fromkeys(("run", "generate", "profile"), ("native",)),
+    **dict.fromkeys(("check", "record", "fit", "tune", "schedule run"), ("native", "search")),
+    "serve": ("native", "serve"),
+}
+"""The extras of the package that commands need; others need none."""
+LIBRARIES = {
+    **dict.fromkeys(("torch", "transformers", "tokenizers", "joblib"), "native"),
+    **dict.fromkeys(("numba", "scipy", "optuna", "sklearn", "matplotlib"), "search"),
+    **dict.fromkeys(("httpx2", "jinja2"), "search"),
+    **dict.fromkeys(("fastapi", "uvicorn"), "serve"),
+    **dict.fromkeys(("prometheus_client", "river"), "control"),
+    **{"psycopg": "postgresql", "pyarrow": "parquet", "distributed": "dask"},
+}
+"""The extra that a library comes with."""
+
 
 def perform(command: str, settings: Settings, talk: Any) -> Result:
     """Does what a command's settings say. Raises SpectuneError and DatabaseError."""
@@ -74,8 +93,17 @@ def perform(command: str, settings: Settings, talk: Any) -> Result:
         common.check_pair(settings)
         if isinstance(settings, of.OnWorkload):
             common.check_templates(settings)
-    function = getattr(import_module(f"{place}.{module}"), name)
-    result: Result = function(settings, talk)
+    try:
+        function = getattr(import_module(f"{place}.{module}"), name)
+        result: Result = function(settings, talk)
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library not in LIBRARIES:
+            raise
+        extras = ",".join(dict.fromkeys((*EXTRAS.get(command, ()), LIBRARIES[library])))
+        raise ConfigError(
+            f"{command} needs {library}, which is not installed: pip install 'spectune[{extras}]'"
+        ) from None
     return result
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import zstandard
 from sqlalchemy import Column, LargeBinary, Table, select, type_coerce
 
+from spectune.db.compression import zstd
 from spectune.db.database import Database, open_database
 from spectune.db.database_errors import DatabaseError
 from spectune.db.migrate import HEAD, all_tables
@@ -60,15 +60,14 @@ def _blobs(database: Database, table: Table) -> Iterator[str]:
     key, columns = list(table.primary_key), [c for c in table.columns if _is_blob(c)]
     blobs = (type_coerce(column, LargeBinary) for column in columns)
     rows = select(*key, *blobs).order_by(*key).execution_options(yield_per=64)
-    decompress = zstandard.ZstdDecompressor().decompress  # verifies the frame's checksum
     with database.read() as session:
         for row in session.execute(rows) if columns else ():
             for column, data in zip(columns, row[len(key) :], strict=True):
                 try:
                     if data is not None:
-                        decompress(data)
+                        zstd.decompress(data)  # verifies the frame's checksum
                     yield ""
-                except (zstandard.ZstdError, MemoryError) as error:
+                except (zstd.ZstdError, MemoryError) as error:
                     where = ", ".join(f"{c.name} {v}" for c, v in zip(key, row, strict=False))
                     yield f"{table.name} ({where}): {column.name} is damaged ({error})"
 

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from pickletools import genops
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from spectune.traces.errors import PairError, SpectuneError
@@ -120,28 +121,39 @@ def _nearest(file: Path) -> str:
     return f"; did you mean {file.parent / near[0]}?" if near else ""
 
 
+def _hub(name: str) -> ModuleType:
+    """What speaks with the hub that a model is named by. Raises PairError where it is not
+    installed."""
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise PairError(
+            f"no folder {name} here, and for names on a hub huggingface_hub is needed: pip install "
+            "'spectune[hub]'"
+        ) from None
+    return huggingface_hub
+
+
 def _hub_folder(name: str) -> Path:
     """The folder of what was fetched of a hub name. Fetched is all but the weights, also where
     another program, which read a configuration alone, left the rest out."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    file = try_to_load_from_cache(name, CONFIG)
+    hub = _hub(name)
+    file = hub.try_to_load_from_cache(name, CONFIG)
     if isinstance(file, str):
         folder = Path(file).parent
         return folder if has_tokenizer(folder) or is_head(name) else _fetched(name, folder.name)
     with translated(MISSING.format(name)):
         # Asked once, a name that it does not have, or no network, is told at once.
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     return _fetched(name)
 
 
 @lru_cache  # some drafts have no tokenizer: the hub is asked for it once a process
 def _fetched(name: str, revision: str | None = None) -> Path:
-    from huggingface_hub import snapshot_download
-
+    hub = _hub(name)
     with translated(MISSING.format(name)):
         allowed = ["*.json", *TEXT_FILES]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed))
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=allowed))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -307,9 +319,7 @@ def _contents(path: str) -> Path | None:
     they are not fetched. Asks no hub."""
     if is_local(path):
         return expanded(path)
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(path, CONFIG)
+    file = _hub(path).try_to_load_from_cache(path, CONFIG)
     folder = Path(file).parent if isinstance(file, str) else None
     return folder if folder and any(any(folder.glob(kind)) for kind in WEIGHTS) else None
 

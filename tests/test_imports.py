@@ -72,7 +72,7 @@ BESIDE = {
         *("traces.schema", "traces.cost_table", "traces.latency", "traces.errors"),
         *("traces.files", "traces.text", "traces.tables"),
     },
-    "traces facts": {"db.base"},
+    "traces facts": {"db.base", "db.compression"},
     "migrations": {"db.migrate"},
     "optimizer": {"demo.prompts"},
 }

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 from safetensors import numpy as safetensors
 from sqlalchemy import JSON, LargeBinary
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
+from spectune.db.compression import CHECKED, zstd
 from spectune.traces.schema import Step, Tokens, Trie
 
 SCHEMA: Final = 1
@@ -54,15 +54,15 @@ def pack(arrays: Mapping[str, Array], document: Any = None) -> bytes:
     content, number = {"schema": SCHEMA, "meta": document}, methodcaller("item")  # of numpy's
     header = {"spectune": json.dumps(content, allow_nan=False, default=number)}
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-    return bytes(compressor.compress(safetensors.save(ordered, header)))
+    options = CHECKED | {zstd.CompressionParameter.compression_level: LEVEL}
+    return zstd.compress(safetensors.save(ordered, header), options=options)
 
 
 def unpack(data: bytes) -> Content:
     """Returns what :func:`pack` was given. Raises :class:`BlobError`."""
     try:
-        raw = zstandard.ZstdDecompressor().decompress(data)
-    except (zstandard.ZstdError, MemoryError) as error:  # a damaged size asks for any memory
+        raw = zstd.decompress(data)
+    except (zstd.ZstdError, MemoryError) as error:  # a damaged size asks for any memory
         raise BlobError(f"its bytes are damaged ({error})") from error
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     header = json.loads(header["spectune"])

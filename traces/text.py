@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 NAME_LIMIT = 500
 """Characters of an id or a category that PostgreSQL can index, whatever they are."""
@@ -38,3 +39,13 @@ def shortened(text: str, limit: int = 160) -> str:
 def one_line(text: str, limit: int = 2_000) -> str:
     """The text as one printable line of at most ``limit`` characters (:func:`shortened`)."""
     return shortened(printable(" ".join(text.split())), limit)
+
+
+def without_credentials(url: str) -> str:
+    """A URL as it is printed and stored: without the name and the password before its host."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+    except ValueError:
+        return f"***@{url.rpartition('@')[2]}" if "@" in url else url
+    host = parts.netloc.rpartition("@")[2]
+    return url if host == parts.netloc else parts._replace(netloc=host).geturl()

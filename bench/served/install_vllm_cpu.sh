@@ -52,5 +52,5 @@ def _rejection_greedy_sample_kernel_impl(output_token_ids, cu_num_draft_tokens, 
         start = end
 PYTHON
 pip -c constraints.txt -r .venv-vllm/requirements.txt
-pip -c constraints.txt -e ".[postgresql]" pytest pytest-xdist hypothesis
+pip -c constraints.txt -e ".[native,search,postgresql]" pytest pytest-xdist hypothesis
 touch .venv-vllm/.installed

@@ -7,6 +7,7 @@ agent keeps so many; here no more than a chunk of one is in memory.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import zstandard
-
+from spectune.db.compression import zstd
 from spectune.db.database_errors import DatabaseError, NotFoundError, UnavailableError
 from spectune.engines.vllm.folder import (
     Line,
@@ -334,8 +334,12 @@ class Follower:
                 ready.append(newest)
         for path in ready:
             if self.limits.file_bytes:
-                with path.open("rb") as source, replacing(f"{path}.zst") as file:
-                    zstandard.ZstdCompressor().copy_stream(source, file)
+                with (
+                    path.open("rb") as source,
+                    replacing(f"{path}.zst") as file,
+                    zstd.open(file, "wb") as compressed,
+                ):
+                    shutil.copyfileobj(source, compressed)
             path.unlink(missing_ok=True)
 
     def _bound_files(self) -> None:

@@ -45,7 +45,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import EngineError, PolicyError, TraceError
 from spectune.traces.schema import Sampling
-from spectune.traces.text import one_line
+from spectune.traces.text import one_line, without_credentials
 
 ANSWER_S: Final = 600.0
 """Seconds that a request may take."""
@@ -324,16 +324,6 @@ def server_url(url: str) -> str:
         given = without_credentials(url)
         raise EngineError(f"--url {given}: a server's URL is expected, as http://localhost:8000")
     return str(parsed).rstrip("/").removesuffix("/v1")
-
-
-def without_credentials(url: str) -> str:
-    """A URL as it is printed and stored: without the name and the password before its host."""
-    with suppress(httpx2.InvalidURL):
-        parsed = httpx2.URL(url if "://" in url else f"http://{url}")
-        if not parsed.userinfo:
-            return url
-        return str(parsed.copy_with(userinfo=b""))
-    return f"***@{url.rpartition('@')[2]}" if "@" in url else url
 
 
 def client_of(url: str) -> httpx2.Client:

@@ -30,7 +30,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations, lacks_template
 from spectune.settings import TYPED, OnPair, OnWorkload, Settings
-from spectune.traces.errors import OutputError, PairError, PolicyError, WorkloadError
+from spectune.traces.errors import ConfigError, OutputError, PairError, PolicyError, WorkloadError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
 from spectune.traces.store import TraceStore
@@ -179,10 +179,17 @@ def naming_pair(s: P, spec: PairSpec) -> P:
 
 
 def device_of(device: str) -> str:
-    """``cpu``, ``cuda`` or ``cuda:NAME`` of a GPU, where ``auto`` is what torch would find."""
+    """``cpu``, ``cuda`` or ``cuda:NAME`` of a GPU, where ``auto`` is what torch would find. Raises
+    ConfigError where there is a GPU, and no torch to name it."""
     if device != "auto":
         return device
-    return device_name("cuda", hardware("cuda")) if sees_cuda() else "cpu"
+    try:
+        return device_name("cuda", hardware("cuda")) if sees_cuda() else "cpu"
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--device auto: torch, which would name the GPU here, is not installed; say --device "
+            "cuda, cuda:NAME or cpu"
+        ) from None
 
 
 def policy_named(

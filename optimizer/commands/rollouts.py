@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from spectune.optimizer.commands.common import Talk, device_of, open_store, pair_of, policy_named
@@ -28,6 +29,8 @@ def rollout(s: PoliciesRollout, talk: Talk) -> Result:
     spec, device = pair_of(s), device_of(s.device)
     if not SHORTEST_BLOCK_S <= s.block <= 600:
         raise ConfigError(f"--set block={s.block:g}: 3 s to 10 minutes are expected")
+    if s.conduct:
+        import_module("scipy.special")  # of its bounds: refused before anything begins
     with open_store(s) as store:
         policy = policy_named(store, s.policy, spec.id, device, s.deployment, talk)
         over = store.active_publication(spec.id, device, s.deployment)

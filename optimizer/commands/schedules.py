@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from spectune.engines.abilities import VLLM
-from spectune.engines.vllm.running import without_credentials
 from spectune.optimizer.commands.common import (
     Talk,
     deployment_for,
@@ -29,6 +28,7 @@ from spectune.options import from_keywords, options_of, settings_of, value_of
 from spectune.runtime.pair import check_threads
 from spectune.settings import ScheduleAdd, ScheduleEdit, ScheduleList, ScheduleRemove, Tune
 from spectune.traces.errors import ConfigError
+from spectune.traces.text import without_credentials
 
 SHOWN = ("name", "cron", "tz", "next_at", "tunes", "worker", "last", "result", "report")
 SOURCES = {"workload", "prompts", "recording", "since"}

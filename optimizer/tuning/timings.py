@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from spectune.traces.conversations import Index, summed, variance_of_mean
 from spectune.traces.cost_table import FloatArray
@@ -42,6 +41,8 @@ class Estimate:
         """(ratio, the ends of its two-sided interval by Student's t)."""
         if self.freedom < 1:
             return math.exp(self.log), 0.0, math.inf
+        from scipy.special import stdtrit  # what only watches rollouts has none
+
         half = self.error * float(stdtrit(self.freedom, (1 + level) / 2))
         return math.exp(self.log), math.exp(self.log - half), math.exp(self.log + half)
 
