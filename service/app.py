@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -52,20 +51,6 @@ class EventStream(StreamingResponse):
         finally:
             self._call.cancel()
             self._end()
-
-
-class HTTPServer(uvicorn.Server):
-    """Serves an application until ``should_exit``, which whoever runs it sets: then what is being
-    answered has ``drain_s`` seconds to end."""
-
-    def __init__(self, app: FastAPI, *, drain_s: float = 30.0) -> None:
-        how: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-        drain = max(1, round(drain_s))
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=drain, **how))
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        yield
 
 
 class Server:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
 from spectune.optimizer.commands.decoding import load
@@ -19,16 +16,14 @@ from spectune.optimizer.signals import on_signals
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
+from spectune.service.app import Server, make_app
 from spectune.service.decoding import DecodeThread
+from spectune.service.listening import HTTPServer, listen, read_key, url_of
 from spectune.service.metrics import Metrics
 from spectune.service.recording import Recorder
 from spectune.settings import Serve
-from spectune.traces.errors import ConfigError
 from spectune.traces.schema import Request, Workload
 from spectune.traces.store import TraceStore
-
-if TYPE_CHECKING:
-    from spectune.service.app import HTTPServer
 
 SEATS = 8
 """Texts decoded at once on a CPU unless somebody says otherwise."""
@@ -36,14 +31,8 @@ SHARES = {"all": 1.0, "none": 0.0}
 
 
 def serve(s: Serve, talk: Talk) -> Result:
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} not installed: pip install 'spectune[serve]' (or fastapi and "
-            "uvicorn)"
-        )
-    key = read_key(s)
-    with open_store(s, create=True) as store, _listen(s) as listening:
+    key = read_key(s.host, s.key_file, "--key-file")
+    with open_store(s, create=True) as store, listen(s.host, s.port) as listening:
         spec = pair_of(s, store)
         if s.policy != "active":
             policy_named(store, s.policy, "", "", "", talk)  # refused before a model is loaded
@@ -51,44 +40,6 @@ def serve(s: Serve, talk: Talk) -> Result:
         with pair.torch_threads(), _source(store, pair, s, talk) as source:
             _warm(pair)
             return _serve(store, pair, source, listening, key, s, talk)
-
-
-def read_key(s: Serve) -> str | None:
-    """The key that requests must have. Raises ConfigError where others than this machine could send
-    some and there is none."""
-    if s.key_file is not None:
-        try:
-            key = Path(s.key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"--key-file {s.key_file}: cannot be read ({error})") from None
-        if not key or not key.isascii() or any(c.isspace() for c in key):
-            raise ConfigError(f"--key-file {s.key_file}: one key in ASCII, without blanks, is due")
-        return key
-    if s.host != "localhost" and not _is_loopback(s.host):
-        raise ConfigError(
-            f"--host {s.host}: whoever reaches it could send requests; name a file with a key by "
-            "--key-file, or leave --host out"
-        )
-    return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-@contextmanager
-def _listen(s: Serve) -> Iterator[socket.socket]:
-    """The socket that connections come by. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in s.host else socket.AF_INET
-    try:
-        listening = socket.create_server((s.host, s.port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {s.host} --port {s.port}: {error}") from None
-    with listening:
-        yield listening
 
 
 @contextmanager
@@ -134,8 +85,6 @@ def _serve(
     s: Serve,
     talk: Talk,
 ) -> Result:
-    from spectune.service.app import HTTPServer, Server, make_app
-
     metrics = Metrics()
     share = float(SHARES.get(str(s.texts), s.texts))
     recorder = Recorder(store, pair, source, share) if s.record else None
@@ -157,10 +106,8 @@ def _serve(
     server = Server(pair, thread, metrics, key=key, gauges=gauges, **limits)
     running = HTTPServer(make_app(server), drain_s=s.drain)
     server.is_draining = lambda: running.should_exit
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     label = source.current().policy.label()
-    talk.tell(f"serving {pair.spec.name} on http://{shown}:{port}/v1 under {label}")
+    talk.tell(f"serving {pair.spec.name} on {url_of(listening)}/v1 under {label}")
     try:
         with _drain_on_signals(running, talk):
             running.run([listening])

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -250,9 +249,7 @@ def test_a_database_that_goes_away_stops_nothing(tmp_path: Path, pair: LoadedPai
 # ---------------------------------------------------------------------------------------- refusals
 
 
-def test_what_cannot_be_served_is_refused_in_one_line(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_refused_in_one_line(door: Door, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
@@ -266,6 +263,3 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         ):
             how = {"pair": door.pair, "port": 0, **options}
             assert words in door.error("serve", **how).replace("one key", words)
-    for missing in ("fastapi", "uvicorn"):
-        monkeypatch.setitem(sys.modules, missing, None)
-    assert "pip install 'spectune[serve]'" in door.refused("serve", pair=door.pair)
