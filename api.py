@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "status": (of.StatusCommand, "status.status"),
     "generate": (of.Generate, "run.generate"),
     "serve": (of.Serve, "service.command.serve"),
+    "control": (of.Control, "service.control.control"),
     "policies list": (of.PoliciesList, "policies.list_publications"),
     "policies show": (of.PoliciesShow, "policies.show"),
     "policies activate": (of.PoliciesActivate, "policies.activate"),
@@ -71,6 +72,7 @@ EXTRAS = {
     **dict.fromkeys(("run", "generate", "profile"), ("native",)),
     **dict.fromkeys(("check", "record", "fit", "tune", "schedule run"), ("native", "search")),
     "serve": ("native", "serve"),
+    "control": ("control",),
 }
 """The extras of the package that commands need; others need none."""
 LIBRARIES = {
@@ -78,7 +80,6 @@ LIBRARIES = {
     **dict.fromkeys(("numba", "scipy", "optuna", "sklearn", "matplotlib"), "search"),
     **dict.fromkeys(("httpx2", "jinja2"), "search"),
     **dict.fromkeys(("fastapi", "uvicorn"), "serve"),
-    **dict.fromkeys(("prometheus_client", "river"), "control"),
     **{"psycopg": "postgresql", "pyarrow": "parquet", "distributed": "dask"},
 }
 """The extra that a library comes with."""
@@ -100,7 +101,7 @@ def perform(command: str, settings: Settings, talk: Any) -> Result:
         library = str(error.name).partition(".")[0]
         if library not in LIBRARIES:
             raise
-        extras = ",".join(dict.fromkeys((*EXTRAS.get(command, ()), LIBRARIES[library])))
+        extras = ",".join(EXTRAS.get(command, (LIBRARIES[library],)))
         raise ConfigError(
             f"{command} needs {library}, which is not installed: pip install 'spectune[{extras}]'"
         ) from None

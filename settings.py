@@ -740,6 +740,9 @@ class Follow(OnPair):
     keep_size: Size | None = setting(None, "Forget the oldest beyond this size, e.g. 2GB.")
     keep_files: Size = setting(0, "Keep files that are in, compressed, up to this size.")
     once: bool = setting(False, "Do what there is to do, then end.")
+    metrics: str | None = setting(
+        None, "Show Prometheus' metrics at this address: PORT, or HOST:PORT for other machines."
+    )
 
 
 class Check(OnWorkload):
@@ -971,6 +974,23 @@ class Serve(InPlace, OnDevice, OnPair):
     drain: Duration = setting(30.0, "The most that answers may take after SIGTERM.")
     record: bool = setting(True, "Record what is served.")
     texts: NotedTexts = setting("all", "Requests whose tokens are stored: all, none or a share.")
+
+
+class Control(Settings):
+    """Watch a fleet: run due schedules, conduct rollouts, look for drift, and show what is in force
+    and why: a page, JSON, Prometheus' metrics, probes (docs/production.md). By HTTP nothing can be
+    changed. Any number may share a PostgreSQL database. Ends by Ctrl-C or SIGTERM, when the job at
+    hand has."""
+
+    example = "control --port 8090"
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; beyond this machine needs --token-file."
+    )
+    port: int = setting(8090, "Port; 0: any that is free.", ge=0, le=65535)
+    token_file: AnyPath | None = setting(None, "File with the token that requests must have.")
+    schedules: bool = setting(True, "Run due schedules: leave them to `schedule run`.")
+    poll: Duration = setting(30.0, "How often to look for what is due.", hidden=True)
 
 
 class Fitting(Group):

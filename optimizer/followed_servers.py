@@ -44,9 +44,13 @@ class Servers:
         """Those to count on in a deployment."""
         return [s for s in self.every if s.deployment == deployment and self._within(s, GONE)]
 
+    def known(self) -> list[FollowedServer]:
+        """Those that are named, wherever."""
+        return [s for s in self.every if self._within(s, KNOWN)]
+
     def deployments(self) -> list[str]:
         """Where servers are followed."""
-        return sorted({s.deployment for s in self.every if self._within(s, KNOWN)})
+        return sorted({s.deployment for s in self.known()})
 
     def _within(self, server: FollowedServer, span: timedelta) -> bool:
         return _moment(server.heard_at) > self.now - span

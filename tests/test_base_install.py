@@ -25,7 +25,7 @@ from spectune import api
 HEAVY = (
     *("torch", "transformers", "tokenizers", "huggingface_hub", "numba", "scipy", "optuna"),
     *("sklearn", "joblib", "matplotlib", "jinja2", "httpx2", "fastapi", "uvicorn", "river"),
-    *("prometheus_client", "pyarrow", "pandas", "distributed"),
+    *("pyarrow", "pandas", "distributed"),
 )
 MOST_BYTES = 120e6
 FIXED = '{"draft": "small", "window": {"kind": "fixed", "gamma": 3}}'
@@ -55,6 +55,7 @@ REFUSED = {
     **dict.fromkeys(("check demo", "record --pair demo", "tune --pair demo"), "native,search"),
     **dict.fromkeys(("schedule run", "fit bins --pair demo"), "native,search"),
     "serve --pair demo": "native,serve",
+    "control": "control",
 }
 
 SCRIPT = """

@@ -35,12 +35,13 @@ def test_the_demo_pair_is_in_the_wheel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "file"), [("optimizer/report", "page.html"), ("engines/vllm", "compat.toml")]
+    ("folder", "files"),
+    [("optimizer/report", ["page.html", "style.css"]), ("engines/vllm", ["compat.toml"])],
 )
-def test_what_commands_read_is_in_the_wheel(folder: str, file: str) -> None:
+def test_what_commands_read_is_in_the_wheel(folder: str, files: list[str]) -> None:
     package = f"spectune.{folder.replace('/', '.')}"
-    assert PROJECT["tool"]["setuptools"]["package-data"][package] == [file]
-    assert (ROOT / folder / file).is_file()
+    assert PROJECT["tool"]["setuptools"]["package-data"][package] == files
+    assert all((ROOT / folder / file).is_file() for file in files)
 
 
 def test_a_shell_completes_as_the_page_says() -> None:

@@ -537,7 +537,8 @@ class FollowedServer(Value):
     ``place``: its host and folder, where a later boot takes the place of an earlier one; ``node``:
     its name in acknowledgements; ``models``: what it has loaded
     (:class:`engines.vllm.servers.Models`). ``heard_at``: when its agent said something last, None
-    of one that ended before it was followed; ``looked_at``: when `follow` looked last."""
+    of one that ended before it was followed; ``looked_at``: when `follow` looked last. ``dropped``:
+    requests that its agent lost; ``fault``: why that failed, empty where it did not."""
 
     boot: Mapped[Str64] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)
@@ -553,4 +554,6 @@ class FollowedServer(Value):
     requests: Mapped[int]
     skipped: Mapped[int]
     recordings: Mapped[Document]
+    dropped: Mapped[int]
+    fault: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(init=False, compare=False)

@@ -27,7 +27,7 @@ from spectune.engines.vllm.folder import (
     read_lines,
     rounds_files,
 )
-from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, file_of
+from spectune.engines.vllm.follow_policy import PolicyWriter, Texts, file_of, place_of
 from spectune.engines.vllm.locks import FolderLock
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.reload import reason_of
@@ -110,7 +110,35 @@ class Follower:
         self._boots: dict[str, Boot] = {}
         self._finished: set[str] = set()
         self._troubles: dict[str, str] = {}
+        self._away, self._brought_in_s = set[str](), time.monotonic()
         self._named_lines = 0
+
+    @property
+    def place(self) -> str:
+        """Its host and folder (:class:`FollowedServer`)."""
+        return place_of(self.folder)
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since it brought in all that there was."""
+        return time.monotonic() - self._brought_in_s
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the database could not be used last."""
+        return bool(self._away)
+
+    def unread_bytes(self) -> int:
+        """Bytes in the folder that are not in the database."""
+        total = 0
+        for boot, files in rounds_files(self.folder).items():
+            row = self._boots[boot].row if boot in self._boots else None
+            for number, path in files.items():
+                with suppress(FileNotFoundError):  # the agent, or the other thread, has removed it
+                    if row is None or number >= row.file:
+                        is_begun = row is not None and number == row.file
+                        total += path.stat().st_size - (row.bytes if row and is_begun else 0)
+        return total
 
     @property
     def servers(self) -> Sequence[FollowedServer]:
@@ -178,6 +206,7 @@ class Follower:
         self._bound_files()
         if failure is not None:
             raise failure
+        self._brought_in_s = time.monotonic()
 
     def forget(self) -> None:
         """Removes from the database what is beyond the limits. Raises DatabaseError."""
@@ -198,12 +227,15 @@ class Follower:
             act()
         except Exception as error:  # whatever a folder or a database raises: following goes on
             is_plain = isinstance(error, (DatabaseError, SpectuneError))
+            if isinstance(error, UnavailableError):
+                self._away.add(task)
             trouble = str(error) if is_plain else reason_of(error)
             if trouble != before:
                 self._tell(f"{task}: {trouble}; trying again")
             self._troubles[task] = trouble
         else:
             self._troubles[task] = ""
+            self._away.discard(task)
             if before:
                 self._tell(f"{task}: it works again")
 

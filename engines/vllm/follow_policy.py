@@ -91,6 +91,11 @@ def file_of(database: Database) -> str:
     return os.path.abspath(database.name) if is_file else database.name
 
 
+def place_of(folder: Path) -> str:
+    """A host and a folder there, where a later boot takes the place of an earlier one."""
+    return f"{socket.gethostname()}:{folder.resolve()}"
+
+
 class PolicyWriter:
     """Keeps ``policy.json`` at what is published for the server whose agent writes into a folder:
     the newest publication of the deployment, for a pair with the server's models, that the server
@@ -271,14 +276,13 @@ class PolicyWriter:
                 pair = self.store.get_pair(row.pair_id)
                 return row, Models(**row.models).draft_in(pair.models) or draft
             self.store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
-            host = socket.gethostname()
             row = self.store.follow_server(
                 boot,
                 spec.id,
                 engine.about,
                 deployment=self.deployment,
-                node=f"vllm:{host}:{boot[:8]}",
-                place=f"{host}:{self.folder.resolve()}",
+                node=f"vllm:{socket.gethostname()}:{boot[:8]}",
+                place=place_of(self.folder),
                 models=models_of(engine)._asdict(),
             )
             self._tell(f"server {boot}: pair {spec.name} ({spec.id}), draft {draft}")
@@ -299,7 +303,8 @@ class PolicyWriter:
             self._was_silent, self._heard_s = silent, 0.0
         if time.monotonic() >= self._heard_s:
             at = datetime.fromtimestamp(status.at, UTC)
-            self.store.hear(self._boot, self.deployment, at)
+            fault = one_line(status.fault or "", REASON_LIMIT)
+            self.store.hear(self._boot, self.deployment, at, status.dropped, fault)
             self._heard_s = time.monotonic() + HEARD_S
 
     def _choose(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,35 @@ from spectune.optimizer.commands.results import Result
 from spectune.optimizer.signals import stop_on_signals
 from spectune.settings import Follow
 from spectune.traces.errors import ConfigError
+
+
+@contextmanager
+def _metrics(s: Follow, follower: Follower, talk: Talk) -> Iterator[None]:
+    """Shows the follower's metrics where that is asked for. Raises ConfigError."""
+    if s.metrics is None:
+        yield
+        return
+    from prometheus_client import start_http_server
+
+    from spectune.optimizer.metrics import of_follower, registry_of
+
+    host, _, port = s.metrics.rpartition(":")
+    if not (port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--metrics {s.metrics}: PORT or HOST:PORT is expected")
+    registry = registry_of(lambda: of_follower(follower))
+    try:
+        server, thread = start_http_server(
+            int(port), host.strip("[]") or "127.0.0.1", registry=registry
+        )
+    except OSError as error:
+        raise ConfigError(f"--metrics {s.metrics}: {error}") from None
+    talk.tell(f"metrics on port {server.server_port}")
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def follow(s: Follow, talk: Talk) -> Result:
@@ -27,7 +58,7 @@ def follow(s: Follow, talk: Talk) -> Result:
         if s.once:
             follower.once()
         else:
-            with stop_on_signals(stop := threading.Event()):
+            with _metrics(s, follower, talk), stop_on_signals(stop := threading.Event()):
                 follower.run(stop)
     data = {
         **asdict(follower.totals),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -58,23 +58,42 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
     with open_store(s) as store:
         names = {pair.id: pair.name for pair in store.list_pairs()}
         every = store.list_publications(pair_id, device, s.deployment)
-        # After them, so that it says of each of them until when it held.
-        until = {row["version"]: row["until"] for row in in_force(store)}
-        servers = Servers.of(store)
-        publications = [
-            (p, store.acknowledgements(p.version))
-            for p in every
-            if not s.in_force or until[p.version] is None
-        ]
+        rows, texts = publication_rows(store, every, names, in_force_alone=s.in_force)
         policies = [
             {"policy": p.id, "label": p.label, "created_at": p.created_at.isoformat()}
             for p in store.list_policies()
         ]
+    shown = [{**row, "servers": text} for row, text in zip(rows, texts, strict=True)]
+    where = ("deployment",) if spec else ("deployment", "pair", "pair_id", "device")
+    ends = ("servers",) if s.in_force else ("active", "until", "actor", "servers", "reason")
+    columns = ("version", *where, "policy", "label", "temperature", "created_at", *ends)
+    title = f"publications for pair {spec.id} on {device}" if spec else "publications"
+    about: dict[str, Any] = {"pair": pair_id, "device": device, "policies": policies}
+    return listed("publications", rows, Table(shown, columns, title), **about)
+
+
+def publication_rows(
+    store: TraceStore,
+    every: Iterable[Publication],
+    pairs: Mapping[str, str],
+    *,
+    in_force_alone: bool = False,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Publications, by the names of ``pairs``, and what each server did with them; and that in
+    words."""
+    # After them, so that it says of each of them until when it held.
+    until = {row["version"]: row["until"] for row in in_force(store)}
+    servers = Servers.of(store)
+    publications = [
+        (p, store.acknowledgements(p.version))
+        for p in every
+        if not in_force_alone or until[p.version] is None
+    ]
     rows = [
         {
             "version": p.version,
             "deployment": p.deployment,
-            "pair": names.get(p.pair_id, ""),
+            "pair": pairs.get(p.pair_id, ""),
             "pair_id": p.pair_id,
             "device": p.device,
             "policy": p.policy_id,
@@ -92,14 +111,7 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
         }
         for p, answers in publications
     ]
-    texts = (answers_in_words(answers, servers) for _, answers in publications)
-    shown = [{**row, "servers": text} for row, text in zip(rows, texts, strict=True)]
-    where = ("deployment",) if spec else ("deployment", "pair", "pair_id", "device")
-    ends = ("servers",) if s.in_force else ("active", "until", "actor", "servers", "reason")
-    columns = ("version", *where, "policy", "label", "temperature", "created_at", *ends)
-    title = f"publications for pair {spec.id} on {device}" if spec else "publications"
-    about: dict[str, Any] = {"pair": pair_id, "device": device, "policies": policies}
-    return listed("publications", rows, Table(shown, columns, title), **about)
+    return rows, [answers_in_words(answers, servers) for _, answers in publications]
 
 
 def _servers(answers: Iterable[Acknowledgement], servers: Servers) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spectune.db.database import Database
 from spectune.engines.abilities import VLLM
 from spectune.optimizer.commands.common import (
     Talk,
@@ -128,18 +129,29 @@ def _to_store(s: ScheduleAdd) -> ScheduleAdd:
 
 def list_all(s: ScheduleList, talk: Talk) -> Result:
     with open_store(s) as store:
-        found = list_schedules(store.database, s.name)
-        schedules = [{**row.to_json(), "tunes": tunes(row.settings)} for row in found]
+        schedules = schedule_rows(store.database, s.name)
         if s.name is not None:
             schedules[0]["attempts"] = [a.to_json() for a in history(store.database, s.name)]
     if s.name is None:
-        rows = [{**row, "worker": row["lease_owner"], **_ended(row["last"])} for row in schedules]
-        table = Table(rows, SHOWN, "schedules")
+        table = table_of(schedules)
+        rows = [*table.rows]
     else:
         rows = [{**row, **_ended(row)} for row in schedules[0]["attempts"]]
         table = Table(rows, ATTEMPTS, f"attempts of {s.name} that ended")
     text = "" if rows else "no schedules" if s.name is None else "no attempt has ended"
     return Result(text, {"schedules": schedules}, rows, [table] if rows else [])
+
+
+def schedule_rows(database: Database, name: str | None = None) -> list[dict[str, Any]]:
+    """All schedules, or the one of a name, with what they tune. JSON-ready."""
+    found = list_schedules(database, name)
+    return [{**row.to_json(), "tunes": tunes(row.settings)} for row in found]
+
+
+def table_of(schedules: Iterable[Mapping[str, Any]]) -> Table:
+    """Schedules as they are shown."""
+    rows = [{**row, "worker": row["lease_owner"], **_ended(row["last"])} for row in schedules]
+    return Table(rows, SHOWN, "schedules")
 
 
 def _ended(attempt: Mapping[str, Any] | None) -> dict[str, Any]:

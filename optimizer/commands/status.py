@@ -3,14 +3,16 @@ due."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.drift.words import told
-from spectune.optimizer.followed_servers import Servers, answers_in_words
+from spectune.optimizer.followed_servers import Servers, answers_in_words, newest_answers
 from spectune.optimizer.rollout.words import progress_of
 from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
 from spectune.optimizer.tuning.tuned import tuned_of
@@ -26,31 +28,39 @@ COLUMNS = ("deployment", "pair", "device", "version", "label", "since", "gained"
 
 def status(s: StatusCommand, talk: Talk) -> Result:
     with open_store(s) as store:
-        names = {pair.id: pair.name for pair in store.list_pairs()}
-        schedules = list_schedules(store.database)
-        servers = Servers.of(store)
-        rows = [_in_force(store, p, names, servers, schedules) for p in store.in_force()]
-        followed = servers.deployments()
-        rollouts = store.rollouts(s.deployment, is_open=True)
-        for row in rows:
-            row["alarms"] = [told(a) for a in store.alarms(version=row["version"], newest=ALARMS)]
+        rows = [row for row in deployments(store) if s.deployment in (None, row["deployment"])]
+    lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
+    of_rollouts = {r["id"]: r["text"] for row in rows for r in row["rollouts"]}
+    lines += of_rollouts.values()
+    lines += [alarm["text"] for row in rows for alarm in row["alarms"]]
+    text = "\n".join(lines) if rows else "nothing is published, followed or scheduled yet"
+    return Result(text, {"deployments": rows}, rows, [table_of(rows)] if rows else [])
+
+
+def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The deployments as they are shown."""
+    return Table([{**row, **_in_words(row)} for row in rows], COLUMNS, "deployments")
+
+
+def deployments(store: TraceStore, newest: timedelta | None = None) -> list[dict[str, Any]]:
+    """A row for each deployment, pair and device: what is in force, and what its traffic has shown
+    since, or of that the ``newest``; and for what waits for a first publication."""
+    names = {pair.id: pair.name for pair in store.list_pairs()}
+    schedules = list_schedules(store.database)
+    servers = Servers.of(store)
+    rows = [_in_force(store, p, names, servers, schedules, newest) for p in store.in_force()]
+    rollouts = store.rollouts(is_open=True)
+    for row in rows:
+        row["alarms"] = [told(a) for a in store.alarms(version=row["version"], newest=ALARMS)]
     # Of a schedule or a follower that waits for a first publication.
-    silent = {tuned_deployment(x) for x in schedules} | set(followed)
+    silent = {tuned_deployment(x) for x in schedules} | set(servers.deployments())
     rows += [
         _row(name, _due(schedules, name))
         for name in sorted(silent - {r["deployment"] for r in rows})
     ]
     for row in rows:
         row["rollouts"] = [progress_of(r) for r in rollouts if r.deployment == row["deployment"]]
-    rows = [row for row in rows if s.deployment in (None, row["deployment"])]
-    lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
-    of_rollouts = {r["id"]: r["text"] for row in rows for r in row["rollouts"]}
-    lines += of_rollouts.values()
-    lines += [alarm["text"] for row in rows for alarm in row["alarms"]]
-    shown = [{**row, **_in_words(row)} for row in rows]
-    text = "\n".join(lines) if rows else "nothing is published, followed or scheduled yet"
-    tables = [Table(shown, COLUMNS, "deployments")] if rows else []
-    return Result(text, {"deployments": rows}, rows, tables)
+    return rows
 
 
 def _in_force(
@@ -59,10 +69,12 @@ def _in_force(
     names: Mapping[str, str],
     servers: Servers,
     schedules: Iterable[Schedule],
+    newest: timedelta | None,
 ) -> dict[str, Any]:
     """A deployment's row: what is in force, and what its traffic has shown since."""
     p, at = publication, publication.created_at
-    of = TraceFilter(pair=p.pair_id, policy=p.policy_id, since=at)
+    since = at if newest is None else max(at, store.clock() - newest)
+    of = TraceFilter(pair=p.pair_id, policy=p.policy_id, since=since)
     served = next(iter(speed(store, of, by=("policy",))), None)
     figures = ("requests", "tokens_per_s", "tau", "acceptance", "mean_batch")
     tuned = tuned_of(p)
@@ -81,19 +93,15 @@ def _in_force(
         "confirmed": confirmed and confirmed.model_dump(include={"ratio", "interval", "level"}),
         "served_since": served and {key: served[key] for key in figures},
         "servers": answers_in_words(answers, servers),
+        "answers": dict(Counter(a.status for a in newest_answers(answers, servers))),
     }
 
 
 def _row(deployment: str, due: list[dict[str, Any]]) -> dict[str, Any]:
     """A row of which nothing but the name and the schedules is known."""
     nothing = ("pair", "pair_id", "device", "version", "policy", "label", "since", "actor")
-    more: dict[str, Any] = {
-        "reason": "",
-        "confirmed": None,
-        "served_since": None,
-        "servers": "",
-        "alarms": [],
-    }
+    more: dict[str, Any] = {"reason": "", "servers": "", "answers": {}, "alarms": []}
+    more |= {"confirmed": None, "served_since": None}
     return {"deployment": deployment, **dict.fromkeys(nothing), **more, "scheduled": due}
 
 

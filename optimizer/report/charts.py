@@ -12,6 +12,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -171,3 +172,23 @@ def positions(acceptance: Mapping[str, Sequence[float]]) -> str:
         axes.set(xlim=(0, None), ylim=(0, None))
 
     return chart("positions", "position in the draft (tokens)", "share accepted", draw)
+
+
+def pairs(
+    name: str, ratios: Sequence[float], total: int, looks: Sequence[Mapping[str, Any]]
+) -> str:
+    """The newest of ``total`` pairs of blocks of a rollout, each by the candidate's speed over the
+    incumbent's, and the looks that were taken, with their intervals."""
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(1.0, color=GREY, lw=1, ls="--")
+        numbers = range(total - len(ratios) + 1, total + 1)
+        axes.plot(numbers, ratios, ".", color=GREY, label="a pair of blocks")
+        for look in looks:
+            if None not in look["interval"]:
+                axes.plot([look["pairs"]] * 2, look["interval"], color=COLOURS[0], lw=1.5)
+            at, label = [look["pairs"]], "all pairs until then"
+            axes.plot(at, [look["ratio"]], "o", color=COLOURS[0], label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    return chart(name, "pairs of blocks", "speed over the incumbent's", draw)

@@ -6,14 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 
 from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.report import charts
+from spectune.optimizer.report.page import Panel, rendered
 from spectune.optimizer.report.words import (
     TREES,
     Json,
@@ -35,7 +31,6 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, acceptance
 from spectune.traces.tables import Study
-from spectune.traces.text import one_line
 
 ROUNDS_DRAWN, CHARACTERS_SHOWN = 24, 200
 
@@ -49,19 +44,6 @@ class TuningReport:
     evidence: TuningEvidence
     acceptance: Mapping[str, Sequence[float]]
     pair: Json
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart, a table or a list of the page."""
-
-    name: str
-    title: str
-    caption: str = ""
-    svg: str = ""
-    table: PolicyTable | None = None
-    items: Sequence[str] = ()
-    wide: bool = False
 
 
 def report_on(store: TraceStore, name: str) -> TuningReport:
@@ -105,10 +87,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
     load = str(about.get("load", ""))
     saved = savings(tuned, str(about["device"]), gpus=gpus, price=price, load=load)
     command, purpose = deploy_command(report)
-    html = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_shown
-    )
-    return html.get_template("page.html").render(
+    return rendered(
         title=headline(tuned),
         command=command,
         purpose=purpose,
@@ -116,15 +95,6 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
         facts=[(name, value) for name, value in facts.items() if value not in (None, "")],
         sections=list(sections(report)),
     )
-
-
-def _shown(value: Any) -> Any:
-    """A value as the page shows it, on one line without control characters."""
-    if isinstance(value, Markup) or callable(value):
-        return value
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "–" if value is None else one_line(str(value))
 
 
 def deploy_command(report: TuningReport) -> tuple[str, str]:

@@ -5,6 +5,7 @@ request is sent, and no server is spoken to."""
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -33,6 +34,8 @@ SILENT_S: Final = 90.0
 """Without a word of any server for so long, or for two blocks, it ends without a verdict."""
 MOST_S: Final = 86_400.0
 """After so long it ends without a promotion: there is hardly any traffic."""
+SHOWN_PAIRS: Final = 96
+"""The newest pairs whose ratios are stored, for pages."""
 VERDICTS: Final[Mapping[str, str]] = {"inconclusive": "inconclusive", "revert": HARM}
 
 Tell = Callable[[str], None]
@@ -82,6 +85,10 @@ class Conductor:
             "pairs": found.pairs,
             "looks": [look.to_json() for look in found.looks],
             "told": found.reason,
+            "newest": [
+                {"server": pair.server, "pair": pair.number, "ratio": math.exp(pair.log_ratio)}
+                for pair in pairs[-SHOWN_PAIRS:]
+            ],
         }
         if len(found.looks) > len(self._looks):
             self.tell(f"rollout {rollout.id}: {found.looks[-1].told()}")

@@ -75,16 +75,20 @@ class Followed(Storage):
     ) -> FollowedServer:
         """The row of a boot, which is stored where there is none yet."""
         values = {"boot": boot, "pair_id": pair_id, "engine": dict(engine), "file": 0, "bytes": 0}
-        values |= {"requests": 0, "skipped": 0, "recordings": {}}
+        values |= {"requests": 0, "skipped": 0, "recordings": {}, "dropped": 0, "fault": ""}
         values |= {"deployment": deployment, "node": node, "place": place, "models": dict(models)}
         with self.database.write() as session:
             insert_absent(session, FollowedServer, {**values, "created_at": self.clock()})
             return session.get_one(FollowedServer, boot)
 
-    def hear(self, boot: str, deployment: str, heard_at: datetime) -> None:
-        """Stores when the agent of a boot, followed for a deployment, said something last."""
+    def hear(
+        self, boot: str, deployment: str, heard_at: datetime, dropped: int = 0, fault: str = ""
+    ) -> None:
+        """Stores when the agent of a boot, followed for a deployment, said something last, and how
+        it is (:class:`FollowedServer`)."""
         f = FollowedServer
         values = {"deployment": deployment, "heard_at": heard_at, "looked_at": self.clock()}
+        values |= {"dropped": dropped, "fault": fault}
         with self.database.write() as session:
             session.execute(update(f).where(f.boot == boot).values(**values))
 
