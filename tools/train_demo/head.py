@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -200,8 +200,18 @@ def begin_as_target(head: Head, target: LlamaForCausalLM) -> None:
     head.norm.weight.copy_(target.model.norm.weight)
 
 
-def publish(head: Head, config: LlamaConfig, out: Path) -> None:
-    """Writes an EAGLE-3 checkpoint in fp16 of a head on a target of this configuration."""
+def publish(
+    head: nn.Module,
+    config: LlamaConfig,
+    out: Path,
+    *,
+    states: Sequence[int] = (),
+    d2t: Tensor | None = None,
+    fc_norm: bool = False,
+) -> None:
+    """Writes an EAGLE-3 checkpoint in fp16 of a head on a target of this configuration: the hidden
+    ``states`` that it reads (default: :func:`taps`), each under a norm with ``fc_norm``; ``d2t``:
+    of each row of its own output matrix the target's id minus the row."""
     target = config.to_dict()
     shared = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -213,16 +223,19 @@ def publish(head: Head, config: LlamaConfig, out: Path) -> None:
         "model_type": "llama",
         **{key: target[key] for key in shared},
         "target_hidden_size": target["hidden_size"],
-        "draft_vocab_size": target["vocab_size"],
+        "draft_vocab_size": target["vocab_size"] if d2t is None else len(d2t),
         "num_hidden_layers": 1,
         "rope_theta": target["rope_parameters"]["rope_theta"],
         "tie_word_embeddings": False,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(taps(target["num_hidden_layers"]))
+            "eagle_aux_hidden_state_layer_ids": list(states or taps(target["num_hidden_layers"])),
+            **({"fc_norm": True} if fc_norm else {}),
         },
         "dtype": "float16",
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(document, indent=2) + "\n")
     tensors = {key: x.detach().cpu().half().contiguous() for key, x in head.state_dict().items()}
+    if d2t is not None:
+        tensors["d2t"] = d2t
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
