@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Tables and figures in Markdown."""
 
 from __future__ import annotations
 
@@ -18,3 +18,15 @@ def table_of(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 def _cell(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else value
+
+
+def percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}%"
+
+
+def ratio(interval: Sequence[float | None]) -> str:
+    """A ratio with its interval; one that is too wide says nothing."""
+    value, low, high = interval
+    if low is None or high is None or high > 4 * low:
+        return "too few executions"
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"

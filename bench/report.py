@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench import RESULTS, ROOT
 from bench.labels import short
 from bench.map import page as map_page
-from bench.markdown import table
+from bench.markdown import percent, ratio, table
 from bench.papers import pages as paper_pages
 from bench.papers.claims import NOT_COMPARABLE, verdict
 from bench.verdicts import (
@@ -47,18 +47,6 @@ def between(text: str, name: str, lines: Iterable[str]) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, rest = text.split(begin)
     return "\n".join((head + begin, *lines, end + rest.split(end)[1]))
-
-
-def percent(value: float, digits: int = 1) -> str:
-    return f"{100 * value:.{digits}f}%"
-
-
-def ratio(interval: Sequence[float | None]) -> str:
-    """A ratio with its interval; one that is too wide says nothing."""
-    value, low, high = interval
-    if low is None or high is None or high > 4 * low:
-        return "too few executions"
-    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 # ------------------------------------------------------------------------------------------ checks
