@@ -139,10 +139,11 @@ def requests(
         yield decoder.request(Request(row["id"], row["category"], ""), ids, sampling, tokens)
 
 
-def generated(pair: LoadedPair, request: DecodeRequest) -> Trajectory:
-    """What ``generate`` makes of a prompt, by transformers' own attention and cache."""
+def generated(pair: LoadedPair, request: DecodeRequest, **more: int) -> Trajectory:
+    """What ``generate`` makes of a prompt, by transformers' own attention and cache; ``more``: of
+    its arguments."""
     model, ids = pair.target.model, torch.tensor([request.prompt_ids])
-    how = {"do_sample": False, "max_new_tokens": request.max_new_tokens}
+    how = {"do_sample": False, "max_new_tokens": request.max_new_tokens, **more}
     model.set_attn_implementation("sdpa")
     try:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, ids.shape[1] :]

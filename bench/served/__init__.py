@@ -13,11 +13,12 @@ import importlib
 from bench.harness import Figures, Part
 
 
-def part_of(module: str, *engine: str) -> Part:
+def part_of(module: str, *engine: str, function: str = "measure") -> Part:
     """A module's part, which is imported when it runs: some need vLLM in this process."""
 
     def measure(quick: bool) -> Figures:
-        figures: Figures = importlib.import_module(f"bench.served.{module}").measure(quick, *engine)
+        measured = getattr(importlib.import_module(f"bench.served.{module}"), function)
+        figures: Figures = measured(quick, *engine)
         return figures
 
     return measure
@@ -30,6 +31,7 @@ PARTS = {
     "faults_ahead": part_of("faults", "ahead"),
     "outages": part_of("outages"),
     "rounds": part_of("rounds"),
+    "rounds_real": part_of("rounds", function="measure_real"),
     "retrace_cost": part_of("retrace_cost"),
     "publications": part_of("publications"),
     "predictions": part_of("load"),

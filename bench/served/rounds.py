@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench import ROOT
 from bench.harness import say, state_folder
 from bench.lab import chain, requests, stored
 from bench.served.live import serving
@@ -48,6 +49,9 @@ OF_TAU = (1, 2, 4)
 """Tokens whose mean accepted length is predicted from texts at temperature 0.8."""
 RECORDED = 4
 """Tokens that the recorded texts were served with."""
+REAL = ROOT / "build" / "real" / "pair.json"
+REAL_GAMMAS = (2, 8)
+"""Numbers of tokens that are served of Gemma 3 270M, beside a table."""
 Round = tuple[int, int, int]
 """Start, drafted, accepted."""
 
@@ -76,6 +80,19 @@ def measure(quick: bool) -> dict[str, Any]:
     }
 
 
+def measure_real(quick: bool) -> dict[str, Any]:
+    """Rounds of Gemma 3 270M (`make real`) by prompt lookup."""
+    figures = Drafter(state_folder(), "ngram", quick, read_pair(str(REAL)), 32).measure()
+    rounds, differ = figures["rounds"], figures["differ"]
+    texts = sum(len(row["texts"]) for row in figures["rows"])
+    return {
+        "summary": f"{rounds} rounds of Gemma 3 270M by prompt lookup: {differ} differ; texts that "
+        f"differ from the recorded: {texts}",
+        "holds": not differ and not figures["proposals_differ"],
+        **figures,
+    }
+
+
 def is_near(figures: Mapping[str, Any]) -> bool:
     """Whether what was predicted of other texts is within 2% where its half-width is under 1%."""
     return all(
@@ -88,14 +105,22 @@ def is_near(figures: Mapping[str, Any]) -> bool:
 class Drafter:
     """One drafter of vLLM, its prompts and where its texts are recorded."""
 
-    def __init__(self, state: Path, method: str, quick: bool) -> None:
+    def __init__(
+        self,
+        state: Path,
+        method: str,
+        quick: bool,
+        real: PairSpec | None = None,
+        tokens: int = TOKENS,
+    ) -> None:
         self.method, self.quick, self.draft = method, quick, DRAFTERS[method]
-        self.spec = read_pair("demo")
+        self.real, self.spec = real is not None, real or read_pair("demo")
         if method == "mtp":
             target = mtp.checkpoint(state / "mtp")
             self.spec = PairSpec(name="mtp", target=str(target), methods=("mtp",))
-        self.store = stored(state / f"rounds-{method}.db", fresh=True)
-        self.tokens = 12 if quick else TOKENS
+        name = f"rounds-{method}{'-real' * self.real}.db"
+        self.store = stored(state / name, fresh=True)
+        self.tokens = 12 if quick else tokens
         self.codec = load_codec(self.spec)
 
     def prompts(self, count: int) -> tuple[Prompt, ...]:
@@ -124,8 +149,11 @@ class Drafter:
         return info.id, positions
 
     def measure(self) -> dict[str, Any]:
-        gammas = range(0, MOST + 1, 4 if self.quick else 1)
-        windows = ({"kind": "by_load", "gamma": table} for table in TABLES)
+        gammas: Sequence[int] = range(0, MOST + 1, 4 if self.quick else 1)
+        of_load = TABLES
+        if self.real:
+            gammas, of_load = REAL_GAMMAS, TABLES[:1]
+        windows = ({"kind": "by_load", "gamma": table} for table in of_load)
         tables = ({"draft": self.draft, "window": window} for window in windows)
         policies = [*(chain(self.draft, g) for g in gammas), *map(parse_policy, tables)]
         none = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * MOST}
@@ -141,7 +169,7 @@ class Drafter:
                     about: dict[str, Any] = {"policy": policy.label(), "clients": clients}
                     rows.append(about | by_forced | {"differ_by_zero": by_zero["differ"]})
                     say(rows[-1])
-            sampled = self.measure_sampled(server)
+            sampled = {} if self.real else self.measure_sampled(server)
         return {
             "positions": {"zero": positions, "forced": positions_forced},
             "proposals_differ": self.proposals_differ(zero, forced),

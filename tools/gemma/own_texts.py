@@ -2,9 +2,9 @@
 
     PYTHONPATH=tools python -m gemma.own_texts --gsm8k gsm8k_train.jsonl --minutes 30
 
-Prompts are questions of GSM8K's training split, and beginnings of modules of installed packages cut
-anywhere. One in ten is of documents that are held out of training. Half of the texts are greedy,
-half at temperature 1. What the file has already is not written again.
+Prompts are questions of GSM8K's training split, and pieces of modules of installed packages. One in
+ten is of documents that are held out of training. Half of the texts are greedy, half at temperature
+1. What the file has already is not written again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import json
 import sysconfig
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from spectune.demo.corpus import Document, is_held_out
+from spectune.demo.corpus import is_held_out
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import DecodeRequest, StaticSource
+from spectune.runtime.loop import StaticSource, Waiting
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.schema import Request, Sampling
 from train_demo.corpus import math_documents, package_documents
 
-SEATS = 16
-PROMPT = 96
-"""Tokens of a module's piece."""
+SEATS, QUEUE, PROMPT = 16, 64, 96
+"""Texts at once, texts before the clock is looked at, and most tokens of a prompt."""
 SAMPLINGS = Sampling(), Sampling(temperature=1.0, seed=1)
 
 
@@ -42,76 +42,43 @@ class Asked(NamedTuple):
     prompt: str
 
 
-class Timed:
-    """A queue of what is made as it is asked for, until a moment of the monotonic clock; what runs
-    then, ends."""
-
-    def __init__(self, made: Iterator[DecodeRequest], until: float) -> None:
-        self.made, self.until, self.next = made, until, None
-
-    def wait(self) -> bool:
-        return self.first() is not None
-
-    def first(self) -> DecodeRequest | None:
-        if self.next is None and time.monotonic() < self.until:
-            self.next = next(self.made, None)
-        return self.next
-
-    def take(self) -> DecodeRequest:
-        taken, self.next = self.next, None
-        assert taken is not None
-        return taken
-
-
 def prompts(gsm8k: Path, packages: tuple[Path, ...]) -> Iterator[Asked]:
-    """Prompts without end but for mathematics: code and mathematics in turn, one in ten held
-    out."""
-    rng = Random(1)
-    math = math_documents(gsm8k)
-    code = {side: package_documents(packages, side) for side in (False, True)}
-    questions = {side: [d for d in math if is_held_out(d.key) == side] for side in (False, True)}
-    for of_side in questions.values():
-        rng.shuffle(of_side)
-    for number in range(20 * min(len(of_side) for of_side in questions.values())):
-        side = number % 20 < 2
-        if number % 2:
-            question = questions[side].pop().text.split("\nAnswer:")[0]
-            yield Asked(f"math-{number}", "math", side, f"{question}\nAnswer:")
+    """Code and mathematics in turn until questions end, one in ten held out."""
+    rng, questions = Random(1), dict[bool, list[str]]()
+    for document in math_documents(gsm8k):
+        prompt = document.text.split("\nAnswer:")[0] + "\nAnswer:"
+        questions.setdefault(is_held_out(document.key), []).append(prompt)
+    modules = {side: package_documents(packages, side) for side in questions}
+    for number in range(20 * min(map(len, questions.values()))):
+        side, category = number % 20 < 2, ("code", "math")[number % 2]
+        if category == "math":
+            prompt = questions[side].pop()
         else:
-            yield Asked(f"code-{number}", "code", side, piece(rng.choice(code[side]), rng))
-
-
-def piece(module: Document, rng: Random) -> str:
-    """A module from one of its lines on."""
-    lines = module.text.splitlines(keepends=True)
-    start = rng.randrange(max(1, len(lines) - 20))
-    return "".join(lines[start : start + 60])
+            lines = rng.choice(modules[side]).text.splitlines(keepends=True)
+            start = rng.randrange(max(1, len(lines) - 20))
+            prompt = "".join(lines[start : start + 60])
+        yield Asked(f"{category}-{number}", category, side, prompt)
 
 
 def write(pair: LoadedPair, file: Path, asked: Iterator[Asked], tokens: int, until: float) -> int:
     """Adds texts to a file until a moment of the monotonic clock; how many tokens they have."""
     before = file.read_text().splitlines() if file.exists() else ()
-    known = {json.loads(line)["key"] for line in before}
+    known, written = {json.loads(line)["key"] for line in before}, 0
     decoder = Decoder(pair, StaticSource(prepare_for(pair, AUTOREGRESSIVE)), seats=SEATS)
-    rows, written = dict[str, dict[str, Any]](), 0
-
-    def requests() -> Iterator[DecodeRequest]:
-        for number, one in enumerate(asked):
-            if one.key not in known:
-                ids = pair.encode(one.prompt)[:PROMPT]
-                rows[one.key] = {**one._asdict(), "prompt": ids, "output": []}
-                item, sampling = Request(one.key, one.category), SAMPLINGS[number // 2 % 2]
-                yield decoder.request(item, ids, sampling, tokens)
-
-    with file.open("a") as out:
-        for rounds in decoder.steps(Timed(requests(), until)):
+    missing = ((n, one) for n, one in enumerate(asked) if one.key not in known)
+    while time.monotonic() < until and (some := list(islice(missing, QUEUE))):
+        rows, queue = dict[str, dict[str, Any]](), Waiting()
+        for n, one in some:
+            ids = pair.encode(one.prompt)[:PROMPT]
+            rows[one.key] = {**one._asdict(), "prompt": ids, "output": []}
+            item, sampling = Request(one.key, one.category), SAMPLINGS[n // 2 % 2]
+            queue.append(decoder.request(item, ids, sampling, tokens))
+        for rounds in decoder.steps(queue):
             for done in rounds:
                 rows[done.request.id]["output"] += done.tokens
-                if done.finish is not None:
-                    row = rows.pop(done.request.id)
-                    written += len(row["output"])
-                    out.write(json.dumps(row) + "\n")
-                    out.flush()
+        with file.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows.values())
+        written += sum(len(row["output"]) for row in rows.values())
     return written
 
 
