@@ -1,11 +1,12 @@
 """Is speculation lossless on Gemma 3 270M, whose sliding layers see 512 tokens.
 
-    python bench/run.py real [--dtype float64] [--texts 12] [--tokens 64]
+    python bench/run.py real [--dtype float64] [--texts 12] [--tokens 64] [--pair FILE]
 
-`make real` leaves the pair in build/real. Texts under prompt lookup, one at a time and four at
-once, beside `generate` of transformers (above temperature 0 beside autoregression); rounds beside
-their replay. In float64 none may differ; in other types they are counted. Every second prompt is
-longer than the window. Every policy is stored as it ends, and is not run again.
+`make real` leaves the pair in build/real. Texts under prompt lookup (or under chains and trees of
+the drafts that a pair names), one at a time and four at once, beside `generate` of transformers
+(above temperature 0 beside autoregression); rounds beside their replay. In float64 none may differ;
+in other types they are counted. Every second prompt is longer than the window. Every policy is
+stored as it ends, and is not run again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pairs import top_k
 from recorded_texts import shape
 from synthetic import flat_profile
 
@@ -48,44 +50,62 @@ POLICIES: tuple[tuple[Policy, int], ...] = (
     (AUTOREGRESSIVE, 4),
 )
 """And how many requests run at once."""
+DEPTH, WIDTH, NODES = 4, 4, 12
+"""Of chains and trees of models."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
+    parser.add_argument("--pair", type=Path, default=PAIR / "pair.json")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--quick", action="store_true", help="a tiny size")
     options = parser.parse_args(arguments)
-    if not (PAIR / "pair.json").exists():
-        parser.error(f"no pair in {PAIR}: `make real` makes it")
+    if not options.pair.exists():
+        parser.error(f"no pair at {options.pair}: `make real` makes one")
     size = (2, 8) if options.quick else (options.texts, options.tokens)
-    figures = measure(result_file("real", options.quick), options.dtype, *size)
+    file = result_file("real", options.quick)
+    figures = measure(file, options.pair, options.dtype, *size)
     print(figures["summary"])
     return int(not figures["holds"])
 
 
-def measure(file: Path, dtype: str, count: int, tokens: int) -> Figures:
-    """The figures of a dtype; those of another size are forgotten."""
-    pair = load_pair(read_pair(str(PAIR / "pair.json")), device="cpu", dtype=dtype)
+def measure(file: Path, of: Path, dtype: str, count: int, tokens: int) -> Figures:
+    """The figures of a dtype and a pair; those of another size are forgotten."""
+    pair = load_pair(read_pair(str(of)), device="cpu", dtype=dtype)
     torch.set_num_threads(pair.threads)
+    name = ", ".join((dtype, *pair.models))
     size, rows = {"texts": count, "tokens": tokens}, list[Figures]()
-    if (before := _stored(file).get(dtype, {})).get("size") == size:
+    if (before := _stored(file).get(name, {})).get("size") == size:
         rows = before["rows"]
     for sampling in SAMPLINGS:
         texts = references(pair, dtype, sampling, count, tokens)
-        panoramas = [record_panorama(pair, text, "ngram", GAMMA) for text in texts]
-        trace = ReplayTrace(texts, {"ngram": panoramas})
-        for policy, seats in POLICIES:
+        look = {"ngram": (GAMMA,)} | dict.fromkeys(pair.models, (DEPTH, WIDTH, DEPTH))
+        panoramas = {
+            draft: [record_panorama(pair, text, draft, *sizes) for text in texts]
+            for draft, sizes in look.items()
+        }
+        trace = ReplayTrace(texts, panoramas)
+        for policy, seats in policies_of(pair):
             key = {"temperature": sampling.temperature, "policy": policy.label(), "seats": seats}
             if any(key.items() <= row.items() for row in rows):
                 continue
             figures, made = timed(lambda p=policy, s=seats, t=trace: compared(pair, t, p, s))
             rows.append({**key, **figures, "seconds": made.pop("seconds")})
             say(rows[-1])
-            found = {**verdict(dtype, rows), "size": size, "rows": rows, **made}
-            keep(file, _stored(file) | {dtype: found})
-    return verdict(dtype, rows)
+            found = {**verdict(name, rows), "size": size, "rows": rows, **made}
+            keep(file, _stored(file) | {name: found})
+    return verdict(name, rows)
+
+
+def policies_of(pair: LoadedPair) -> tuple[tuple[Policy, int], ...]:
+    """Policies by how many requests run at once: of prompt lookup, or of a pair's models."""
+    found = []
+    for draft in pair.models:
+        found += [(chain(draft, DEPTH), 1), (chain(draft, 2), 4)]
+        found += [(parse_policy(top_k(draft, WIDTH, DEPTH, NODES)), seats) for seats in (1, 4)]
+    return tuple(found) or POLICIES
 
 
 def _stored(file: Path) -> Figures:
@@ -93,15 +113,15 @@ def _stored(file: Path) -> Figures:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def verdict(dtype: str, rows: list[Figures]) -> Figures:
-    """What the rows of a dtype come to."""
+def verdict(name: str, rows: list[Figures]) -> Figures:
+    """What the rows of a dtype and a pair come to."""
     texts, differ, rounds, wrong, beyond = (
         sum(row[key] for row in rows)
         for key in ("texts", "texts_differ", "rounds", "rounds_differ", "beyond_window")
     )
     return {
-        "holds": dtype != "float64" or differ == wrong == 0,
-        "summary": f"{dtype}: {differ} of {texts} texts ({beyond} of them longer than the window) "
+        "holds": not name.startswith("float64") or differ == wrong == 0,
+        "summary": f"{name}: {differ} of {texts} texts ({beyond} of them longer than the window) "
         f"and {wrong} of {rounds} rounds differ",
     }
 
@@ -163,7 +183,7 @@ def generated(pair: LoadedPair, request: DecodeRequest, **more: int) -> Trajecto
 
 def compared(pair: LoadedPair, trace: ReplayTrace, policy: Policy, seats: int) -> Figures:
     """A policy executed: texts that differ, and rounds of the others that replay had otherwise."""
-    profile = flat_profile(pair.id, ())
+    profile = flat_profile(pair.id, pair.drafts, pair.heads)
     replayed = run_replay(trace, policy, profile, per_round=True)
     plan = prepare_for(pair, policy, profile=profile)
     decoder = Decoder(pair, StaticSource(plan), seats=seats)

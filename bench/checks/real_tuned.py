@@ -4,8 +4,8 @@
 
 `make real` leaves the pair in build/real, and prompts that are taken where no workload is named.
 Each workload and temperature is checked, recorded and tuned as a user types it. Then greedy texts
-by prompt lookup: transformers' (``prompt_lookup_num_tokens``) beside ours, of what was published
-and at the same length, in turns; texts are compared. What ended is stored, and is not run again.
+by prompt lookup: transformers' (``prompt_lookup_num_tokens``) beside ours, of the fastest constant
+length and of theirs, in turns; texts are compared. What ended is stored, and is not run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.checks.real import PAIR, generated
 from bench.harness import Figures, keep, parser_of, result_file, say, state_folder, timed
-from bench.lab import chain, stored
+from bench.lab import chain
 from bench.served.live import run_json
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.inputs import read_files
@@ -31,13 +31,12 @@ from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.loading import load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.settings import RequestsSettings
 from spectune.traces.cost_table import FloatArray
 
 LOOKED_UP, PASSES = 10, 2
 """Tokens that transformers' documentation has prompt lookup draft; executions of each prompt."""
-THEIRS, ASSISTED, PLAIN = "transformers", "transformers, prompt lookup", "autoregression"
+THEIRS, ASSISTED, PLAIN = "transformers", "transformers, prompt lookup", "ours"
 KEPT = ("shown", "draft", "K", "speedup", "interval", "conversations")
 CANDIDATE = (
     *("role", "label", "predicted_tokens_per_s", "measured_tokens_per_s", "mean_accepted_length"),
@@ -78,8 +77,8 @@ def main(arguments: Sequence[str]) -> int:
             say(f"{key}: {done[key]['reason']}")
         key = f"{name}, beside transformers"
         if key not in done and options.beside and drafts == "ngram":
-            policy = parse_policy(done[f"{name}, temperature 0, {drafts}"]["policy"])
-            figures, made = timed(lambda n=path, p=policy: beside(options, n, p))
+            fastest = done[f"{name}, temperature 0, {drafts}"]["fixed"]
+            figures, made = timed(lambda p=path, f=fastest: beside(options, p, f))
             keep(file, done := _stored(file) | {key: {"workload": name, **figures, **made}})
             say(f"{key}: {done[key]['rows']}")
     return 0
@@ -105,15 +104,17 @@ def tuned(options: argparse.Namespace, path: str, temperature: float) -> Figures
     began = time.monotonic()
     result = run_json("--db", db, "tune", *where, *how, "--set", "report=none")
     candidates = {c["id"]: {key: c[key] for key in CANDIDATE} for c in result["candidates"]}
+    roles, confirmed = {c["role"]: c for c in result["candidates"]}, result["confirmed"]
     worth = checked["worth"] and {key: checked["worth"][key] for key in KEPT}
     return {
         "limit": options.limit,
         "tokens": options.tokens,
         "check": worth,
         "winner": result["winner"]["label"],
-        "policy": result["winner"]["policy"],
+        "fixed": roles["best fixed gamma"]["policy"]["window"]["gamma"],
         "published": bool(result["published"]),
-        "confirmed": result["confirmed"],
+        "confirmed": confirmed,
+        "found": confirmed and candidates[confirmed["id"]]["label"],
         **{key: result[key] for key in TUNED},
         "prediction": result["prediction"],
         "stages_s": result["seconds"],
@@ -122,10 +123,10 @@ def tuned(options: argparse.Namespace, path: str, temperature: float) -> Figures
     }
 
 
-def beside(options: argparse.Namespace, path: str, published: Policy) -> Figures:
-    """Seconds of each prompt by us and by transformers, in turns, and texts that differ."""
+def beside(options: argparse.Namespace, path: str, fixed: int) -> Figures:
+    """Seconds of each prompt by us and by transformers, in turns, and texts that differ. ``fixed``:
+    the fastest constant length of prompt lookup."""
     pair = load_pair(read_pair(str(options.pair)), device="cpu")
-    profile = stored(database(options, path, 0.0)).profile_of(pair.id, None, device="cpu")
     with pair.torch_threads():
         workload = read_files([path], RequestsSettings(limit=options.beside))
         encoded = encode(pair, workload, DecodeOptions(max_new_tokens=options.tokens))
@@ -149,13 +150,10 @@ def beside(options: argparse.Namespace, path: str, published: Policy) -> Figures
             THEIRS: theirs,
             ASSISTED: partial(theirs, **looked_up),
         }
-        for name, policy in (
-            (PLAIN, AUTOREGRESSIVE),
-            ("published", published),
-            (f"prompt lookup of {LOOKED_UP}", chain("ngram", LOOKED_UP)),
-        ):
-            decoder = Decoder(pair, StaticSource(prepare_for(pair, policy, profile=profile)))
-            ways[name] = partial(ours, decoder=decoder)
+        for gamma in sorted({0, fixed, LOOKED_UP}):
+            name = f"ours, prompt lookup of {gamma}" if gamma else PLAIN
+            plan = prepare_for(pair, chain("ngram", gamma))
+            ways[name] = partial(ours, decoder=Decoder(pair, StaticSource(plan)))
         seconds = _in_turns(ways, len(requests))
     timings, rows = Timings(seconds), []
     counts = [len(texts[PLAIN, n]) for n in range(len(requests))]
@@ -164,8 +162,7 @@ def beside(options: argparse.Namespace, path: str, published: Policy) -> Figures
         speed = sum(counts) / float(seconds[name].mean(1).sum())
         ratios = {base: finite(timings.ratio(name, base)) for base in (THEIRS, ASSISTED, PLAIN)}
         rows.append({"what": name, "tokens_per_s": speed, "texts_differ": differ, "over": ratios})
-    return {"prompts": len(counts), "new_tokens": sum(counts), "policy": published.label(),
-            "threads": pair.threads, "rows": rows}  # fmt: skip
+    return {"prompts": len(counts), "new_tokens": sum(counts), "rows": rows}
 
 
 def _in_turns(ways: dict[str, Callable[[str, int], float]], count: int) -> dict[str, FloatArray]:
