@@ -179,11 +179,25 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim() -> None:
     assert "every constant over" not in said
     run = report.load("gpu-nvidia-h200")["tune"]
     assert f"**{run['tuned']['confirmed']['ratio']:.2f} times" in report.headline()
-    assert said.startswith(f"**{run['on']}**, a pair ballasted to 8B")
+    assert f"\n**{run['on']}**, a pair ballasted to 8B" in said
     assert f"{run['tuned']['confirmed']['requests']} requests held out" in said
     assert f"**{run['tuned']['confirmed']['ratio']:.2f} times autoregression**" in said
     low, high = report.coupled_costs_chains()
     assert f"costs a chain {low} to {high}% of its speed" in said
+
+
+def test_the_first_result_is_of_a_public_model_and_says_what_was_not_shown() -> None:
+    said = report.highlights()
+    assert said.startswith("**Gemma 3 270M**")
+    tunings = [d for d in report.load("real-tuned").values() if d.get("drafts") == "ngram"]
+    assert said.count("not published") == sum(
+        bool(d["confirmed"]) and not d["published"] for d in tunings
+    )
+    for d in tunings:
+        if d["confirmed"]:
+            low, high = d["confirmed"]["interval"]
+            assert f"{d['confirmed']['ratio']:.2f} ({low:.2f} to {high:.2f})" in said
+            assert d["published"] <= (low > 1)
 
 
 def test_the_error_of_closed_forms_stands_beside_that_of_replay() -> None:

@@ -97,15 +97,16 @@ def rows_of(figures: Figures, paper: str) -> list[Figures]:
     return [row for name in names for row in figures[name]["rows"]]
 
 
-def page(figures: Figures, made: Figures, paper: str) -> str:
-    """The page of a paper."""
+def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ()) -> str:
+    """The page of a paper; ``first``: lines before its tables, which are then the demo pair's."""
     rows = rows_of(figures, paper)
     notes: dict[str, int] = {}
     groups = _groups(rows)
     by_draft = {key: group for key, group in groups.items() if "" not in group}
     alone = {key: group for key, group in groups.items() if "" in group}
     drafts = [draft for draft in DRAFTS if any(draft in group for group in by_draft.values())]
-    lines = [f"# {PAPERS[paper].title}", "", *verdicts(paper, rows), ""]
+    lines = [f"# {PAPERS[paper].title}", "", *verdicts(paper, rows), "", *first]
+    lines += ["## The demo pair", ""] if first else []
     if by_draft:
         lines += _table(drafts, [_row(key, group, drafts, notes) for key, group in
                                  by_draft.items()])  # fmt: skip

@@ -1,0 +1,186 @@
+"""Tables of Gemma 3 270M: its tunings, its texts beside transformers', and shortlists of its
+vocabulary. Called by `python bench/report.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bench import RESULTS
+from bench.labels import short
+from bench.markdown import percent, ratio, table
+
+Figures = dict[str, Any]
+
+
+def load(name: str) -> Figures:
+    """A result; empty before it was measured."""
+    file = RESULTS / f"{name}.json"
+    figures: Figures = json.loads(file.read_text()) if file.exists() else {}
+    return figures
+
+
+def measured() -> list[Figures]:
+    """Tunings of Gemma 3 270M, and its texts beside transformers, in the order in which they were
+    measured; nothing before they were."""
+    return list(load("real-tuned").values())
+
+
+def gain(d: Figures) -> str:
+    """What was confirmed on requests held out, and its speed over autoregression there."""
+    if not d["confirmed"]:
+        return "nothing was faster"
+    (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
+    said = f"`{short(d['found'])}` {ratio:.2f} ({low:.2f} to {high:.2f})"
+    return said if d["published"] else f"{said}, not published"
+
+
+def by_lookup() -> list[Figures]:
+    """Tunings of prompt lookup."""
+    return [d for d in measured() if d.get("drafts") == "ngram"]
+
+
+def level() -> str:
+    """The level of the intervals of what was confirmed."""
+    levels = {d["confirmed"]["level"] for d in measured() if d.get("confirmed")}
+    return " and ".join(f"{100 * each:.0f}%" for each in sorted(levels))
+
+
+def headline() -> str:
+    """The tuning of prompt lookup that held most requests out."""
+    d = max(by_lookup(), key=lambda d: int(d["confirm_requests"]))
+    (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
+    proved = "published" if d["published"] else "not beyond noise"
+    return (
+        f"Gemma 3 270M on a CPU with prompt lookup: **{ratio:.2f} times autoregression** "
+        f"({level()} interval {low:.2f} to {high:.2f}), {proved}."
+    )
+
+
+def summary() -> str:
+    """README's first result: each workload, and what it leaves out."""
+    told = [f"{d['workload']} {gain(d)}" for d in by_lookup()]
+    held = sorted({d["confirm_requests"] for d in by_lookup() if d["confirmed"]})
+    return (
+        "**Gemma 3 270M**, a public model, with prompt lookup, one thread of a shared CPU, times "
+        f"autoregression ({level()} interval; {' or '.join(map(str, held))} requests held out): "
+        f"{'; '.join(told)}. Left out: drafts that are models; larger workloads, which prove more. "
+        "Beside transformers: [Gemma](docs/gemma.md)"
+    )
+
+
+def page() -> str:
+    """docs/gemma.md."""
+    about = (
+        "A public model, tuned. Its weights are what a file of 4 bits becomes in bfloat16, "
+        "dequantized once by `make real`; nothing of it is part of this project, and Gemma's terms "
+        "apply to its use. Shortlists of its 262,144 tokens are on [DynaSpec's "
+        "page](papers/dynaspec.md). Written by `python bench/report.py`."
+    )
+    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *beside_transformers(), *exactness()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def exactness() -> list[str]:
+    """Texts and rounds that differ, here and in vLLM."""
+    told = [f"- {part['summary']}" for part in load("real").values()]
+    if served := load("served").get("rounds_real"):
+        told.append(f"- in vLLM: {served['summary']}")
+    return ["## Is it exact", "", *told, ""]
+
+
+def tunings() -> list[str]:
+    """What tunings of it came to."""
+    tunings = [d for d in measured() if "winner" in d]
+    if not tunings:
+        return []
+    rows = []
+    for d in tunings:
+        own = next(c for c in d["candidates"] if c["label"] == (d["found"] or d["winner"]))
+        texts = f"{d['texts']['differ']} of {d['texts']['compared']}"
+        check = d["check"]
+        foretold = f"{check['speedup']:.2f} (K={check['K']})" if check else ""
+        at = f"{d['workload']}, {d['temperature']:g}"
+        held = f"{d['confirm_requests']} of {d['limit']}"
+        tau = f"{own['mean_accepted_length']:.2f}"
+        rows.append((at, d["drafts"], gain(d), held, tau, foretold, texts))
+    gains = f"times autoregression ({level()} interval)"
+    columns = ("workload, temperature", "drafts", gains)
+    more = ("requests held out", "tau in the race", "`check` foretold", "texts that differ")
+    made = sorted({f"{d['measured']}, code of {d['code']}" for d in tunings})
+    about = (
+        "Float32, one thread of a CPU that others use, one request at a time; prompts of public "
+        "benchmarks as they stand, without a chat template (`mixed`: those of `make real`). "
+        f"`python bench/run.py real_tuned`, {'; '.join(made)}:"
+    )
+    return ["## Tuned", "", about, "", *table((*columns, *more), rows)]
+
+
+def beside_transformers() -> list[str]:
+    """Greedy tokens/s of ours and of transformers, in turns."""
+    rows = []
+    for d in measured():
+        for row in d.get("rows", ()):
+            of = [ratio(row["over"][base]) for base in row["over"]]
+            rows.append((d["workload"], row["what"], f"{row['tokens_per_s']:.1f}", *of,
+                         f"{row['texts_differ']} of {d['prompts']}"))  # fmt: skip
+    if not rows:
+        return []
+    columns = ("workload", "what", "tokens/s", "over transformers", "over its prompt lookup")
+    more = ("over ours", "texts unlike ours")
+    about = "Greedy, in turns; ratios of speed (95% interval):"
+    return ["## Beside transformers' `generate`", "", about, "", *table((*columns, *more), rows)]
+
+
+def large_vocabulary() -> list[str]:
+    """Shortlists of Gemma 3 270M's 262,144 tokens: what they hold, and what they save."""
+    d = load("vocabulary")
+    if not d:
+        return []
+    mass, costs = d["mass"], d["costs"]
+    busy = d["made"]["costs"]["environment"]["load_before"]
+    orders = list(dict.fromkeys(row["order"] for row in mass["rows"]))
+    rows = []
+    for order in orders:
+        of_order = [row for row in mass["rows"] if row["order"] == order]
+        rows += [
+            (order, f"{row['size']:,}", share(row["mass"]), share(row["first_choice"]))
+            for row in of_order
+        ]
+    counted = "; ".join(
+        f"{name}: {mass['tokens'][name]:,} tokens, {mass['distinct'][name]:,} different"
+        for name in mass["tokens"]
+    )
+    columns = ("ordered by", "tokens", "p(S)", "likeliest token inside")
+    lines = [
+        "## At a vocabulary of 262,144",
+        "",
+        f"Gemma 3 270M (`make real`). FR-Spec's shortlists over {mass['contexts']:,} contexts of "
+        f"{mass['texts']} texts that the target wrote after prompts that are held out (95% "
+        f"interval over texts). Counted in {counted}.",
+        "",
+        *table(columns, rows),
+        f"What the product with so many rows costs of a pass of a draft of {costs['layers']} "
+        f"layers with the target's embeddings, one token, {costs['threads']} thread"
+        f"{'s' * (costs['threads'] > 1)} of a CPU that others use (load average {busy:.0f}, so "
+        "milliseconds are more than on an idle one), medians in turns. A head whose `d2t` has so "
+        "many tokens has the same product.",
+        "",
+    ]
+    columns = ("type", "rows", "product, ms", "of the draft's pass", "pass, of the target's")
+    figures = (
+        (row["dtype"], f"{row['rows']:,}", f"{row['product_ms']:.2f}",
+         percent(row["of_pass"], 0), percent(row["of_target"], 0))
+        for row in costs["rows"]
+    )  # fmt: skip
+    made = d["made"]
+    when = ", ".join(f"{name} {made[name]['measured']}, code of {made[name]['code']}" for name in
+                     ("mass", "costs"))  # fmt: skip
+    return [*lines, *table(columns, figures), f"`python bench/run.py vocabulary`: {when}.", ""]
+
+
+def share(interval: Sequence[float | None]) -> str:
+    """A share with its interval, in percent."""
+    value, low, high = (100 * (x or 0.0) for x in interval)
+    return f"{value:.1f}% ({low:.1f} to {high:.1f})"
