@@ -147,7 +147,7 @@ def train(learner: Learner, file: Path, work: Path, minutes: float, piece: float
     began, before, share, ended = time.monotonic(), state["seconds"], 0.0, False
     try:
         while not ended:
-            for ids in batches(training, state["epoch"]):
+            for ids in batches(training, int(state["epoch"])):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss, shares = learner.loss(ids)
                 torch.autograd.backward(loss)
@@ -161,7 +161,7 @@ def train(learner: Learner, file: Path, work: Path, minutes: float, piece: float
                 optimizer.zero_grad(set_to_none=True)
                 ended = share == 1 or time.monotonic() - began > 60 * piece
                 said = " ".join(f"{key} {value:.3f}" for key, value in shares.items())
-                print(f"{share:.1%} {state['tokens']} tokens, {said}", flush=True)
+                print(f"{share:.1%} {state['tokens']:.0f} tokens, {said}", flush=True)
                 if ended:
                     break
             state["epoch"] += not ended
