@@ -129,7 +129,9 @@ def beside_transformers() -> list[str]:
         return []
     columns = ("workload", "what", "tokens/s", "over transformers", "over its prompt lookup")
     more = ("over ours", "texts unlike ours")
-    about = "Greedy, in turns; ratios of speed (95% interval):"
+    prompts = ", ".join(f"{d['prompts']} prompts of {d['workload']}" for d in measured()
+                        if "rows" in d)  # fmt: skip
+    about = f"Greedy, {prompts}, in turns; ratios of speed (95% interval):"
     return ["## Beside transformers' `generate`", "", about, "", *table((*columns, *more), rows)]
 
 
