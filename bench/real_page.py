@@ -101,6 +101,7 @@ def tunings() -> list[str]:
         texts = f"{d['texts']['differ']} of {d['texts']['compared']}"
         check = d["check"]
         foretold = f"{check['speedup']:.2f} (K={check['K']})" if check else ""
+        foretold += ", not shown" * bool(check and check["shown"] is None)
         at = f"{d['workload']}, {d['temperature']:g}"
         held = f"{d['confirm_requests']} of {d['limit']}"
         tau = f"{own['mean_accepted_length']:.2f}"
