@@ -48,8 +48,13 @@ def level() -> str:
 
 
 def headline() -> str:
-    """The tuning of prompt lookup that held most requests out."""
-    d = max(by_lookup(), key=lambda d: int(d["confirm_requests"]))
+    """The tuning of prompt lookup with the narrowest interval."""
+
+    def width(d: Figures) -> float:
+        low, high = d["confirmed"]["interval"]
+        return float(high / low)
+
+    d = min((d for d in by_lookup() if d["confirmed"]), key=width)
     (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
     proved = "published" if d["published"] else "not beyond noise"
     return (

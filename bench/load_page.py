@@ -1,0 +1,92 @@
+"""docs/under_load.md: several requests on the native decoder; `bench/report.py` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bench import RESULTS
+from bench.markdown import percent, table
+
+ABOUT = (
+    "Several requests at once, on the demo pair: what is predicted beside what is executed here, "
+    "and what pays at the costs of an H100, by replay. Written by `python bench/report.py`."
+)
+KINDS = (
+    "A pass of the target takes max(4.98 ms, 0.023 ms a row), `sloped` 0.0164 ms more for each row "
+    "from the first on, as was measured; requests draft with the EAGLE-3 head. Each kind's best "
+    "is chosen on one half of the requests at as many clients, and played on the other, both ways "
+    "(95% intervals over requests). *Calibrated*: trees that C2T's classifier grows and cuts, a "
+    "calibrated probability that a node is accepted, fitted to other requests. *By load*: the best "
+    "of all kinds for each number of running requests, over the best single policy for that load. "
+    "Requests that arrive come as a Poisson process, at a share of what no draft can serve; "
+    "they are served as they come, so there are no large ratios to gain."
+)
+
+
+def page() -> str:
+    """The page."""
+    found = json.loads((RESULTS / "load-native.json").read_text())
+    lines = ["# Several requests at once", "", ABOUT, "", *executed(found), *hardware(found)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def executed(found: dict[str, Any]) -> list[str]:
+    """Predicted beside executed."""
+    d = found["executed"]
+    clients = sorted({row["clients"] for row in d["rows"]})
+    count = len({row["policy"] for row in d["rows"]})
+    return [
+        "## Predicted and executed",
+        "",
+        f"{count} policies (chains, a window with a state, a stop, trees, a table by load) at "
+        f"{', '.join(map(str, clients))} clients on two CPU cores, in turns: tokens/s are "
+        f"**{percent(d['median_error'])} off in the median**, {percent(d['p90_error'])} at the "
+        f"90th percentile, after one factor of {d['common_factor']:.3f}; as predicted "
+        f"{percent(d['median_error_as_predicted'])} and {percent(d['p90_error_as_predicted'])}. "
+        f"Executing again differs by {percent(d['median_repeat_error'])}. {d['texts_differ']} "
+        "texts differ. " + stamp(found, "executed"),
+        "",
+    ]
+
+
+def hardware(found: dict[str, Any]) -> list[str]:
+    """What pays at the costs of other hardware."""
+    columns = (
+        "costs, temperature", "load", "none, tokens/s", "best over none", "tree over chain",
+        "calibrated over tree", "by load over best",
+    )  # fmt: skip
+    names = [
+        "best_over_none", "tree_over_chain", "calibrated_over_tree", "by_load_over_best",
+    ]  # fmt: skip
+    rows = [
+        (
+            f"{row['hardware']}, {row['temperature']:g}",
+            row["load"],
+            round(row["tokens_per_s"]["none"]),
+            *(_ratio(row[name]) for name in names),
+        )
+        for row in found["hardware"]["rows"]
+    ]
+    return [
+        "## What pays on an H100",
+        "",
+        f"{KINDS} {stamp(found, 'hardware')}",
+        "",
+        *table(columns, rows),
+    ]
+
+
+def stamp(found: dict[str, Any], part: str) -> str:
+    """When and by which code a part was measured."""
+    made = found["made"][part]
+    return (
+        f"`python bench/run.py load_native --only {part}`, {made['measured']}, code of "
+        f"{made['code']}."
+    )
+
+
+def _ratio(interval: Sequence[float]) -> str:
+    value, low, high = interval
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
