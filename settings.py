@@ -371,9 +371,10 @@ class LoadSettings(Group):
         "Unit of the numbers in a file of arrivals; default: as its format has it.",
         option="arrivals-unit",
     )
-    objective: Literal["throughput", "tpot", "goodput"] = setting(
-        "throughput",
-        "What is best: tokens/s, time per token, or requests/s within ttft and tpot.",
+    objective: Literal["throughput", "tpot", "goodput"] | None = setting(
+        None,
+        "What is best: tokens/s (default for clients), time per token (default for requests that "
+        "arrive), or requests/s within ttft and tpot.",
         acts="search",
     )
     ttft: Duration | None = setting(None, "Goodput: the most to the first token, e.g. 500ms.")

@@ -35,7 +35,7 @@ def read_key(host: str, file: str | None, option: str) -> str | None:
     if file is not None:
         try:
             key = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # a name may be none
             raise ConfigError(f"{option} {file}: cannot be read ({error})") from None
         if not key or not key.isascii() or any(c.isspace() for c in key):
             raise ConfigError(f"{option} {file}: one key in ASCII, without blanks, is due")
@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
+    except (OSError, TypeError, ValueError) as error:  # a name may be none
         raise ConfigError(f"--host {host} --port {port}: {error}") from None
     with listening:
         yield listening

@@ -246,7 +246,7 @@ def test_workloads_of_any_lines(
 # -------------------------------------------------------------------------------------------- flags
 
 
-LASTING = (("schedule", "run"), ("db", "prune"))
+LASTING = (("schedule", "run"), ("db", "prune"), ("control",))
 COMMANDS = [
     (path, command)
     for path, command in commands()
@@ -294,6 +294,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         a_recording(store, n=2)
     write_workload(folder / "good.jsonl", 2)
     (folder / "policy.json").write_text('{"draft": "small"}')
+    (folder / "key").write_text("secret")
     before = Path.cwd()
     os.chdir(folder)
     yield folder
@@ -304,6 +305,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @given(command_lines())
 @example(["run", "--temperature", "nan", "--pair", "nowhere.json"])
 @example(["policies", "show", '{"draft":' * 100_000])
+@example(["control", "--token-file", "\0"])
+@example(["control", "--host", "\udcff", "--token-file", "key"])
 @example(["run", "--target", "~no-such-user/model", "--workload", "good.jsonl"])
 @example(
     [

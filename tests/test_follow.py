@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -756,7 +757,7 @@ def test_a_server_that_restarts_is_waited_for(server: Server, agent: Agent) -> N
             agent.write(10)
             agent.number += 1
             agent.write(10)
-            eventually(lambda: any("trying again" in line for line in told))
+            eventually(lambda: any(re.match("requests: .*trying again", line) for line in told))
             server.start()
             eventually(lambda: one.totals.requests == 30)
             eventually(lambda: "requests: it works again" in told)

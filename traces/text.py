@@ -45,6 +45,7 @@ def without_credentials(url: str) -> str:
     """A URL as it is printed and stored: without the name and the password before its host."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
+        _ = parts.port  # of what is no port a password may be a part
     except ValueError:
         return f"***@{url.rpartition('@')[2]}" if "@" in url else url
     host = parts.netloc.rpartition("@")[2]

@@ -69,9 +69,6 @@ def _engine(
 
     load = LoadSettings(**settings.get("load", {}))
     arrivals = load.arrivals or "recorded"
-    is_given = not arrivals.startswith("clients")
-    if is_given and load.objective == "throughput":  # what arrives says how much is served
-        load = load.model_copy(update={"objective": "tpot"})
     key = f"drift {p.deployment} {p.version} {store.clock():%Y-%m-%d %H:%M}"
     server = ServerTuned(str(info.options.get("boot", "")), info.device_name)
     sample = sample_since(store, info.pair_id, SINCE, key=key, engine=info.engine, server=server)

@@ -116,12 +116,16 @@ class Objective:
 
 
 def objective_of(load: LoadSettings) -> Objective:
-    """What is best under a load, by its settings. Raises TraceError for goodput without a limit."""
+    """What is best under a load, by its settings: where requests arrive at a rate of their own, a
+    server that keeps up serves no more tokens/s, so that is time per token. Raises TraceError for
+    goodput without a limit."""
     if load.objective == "goodput" and load.ttft is None and load.tpot is None:
         raise TraceError(
             "goodput needs ttft or tpot: which requests are good (load.ttft, load.tpot)"
         )
-    return Objective(load.objective, load.ttft, load.tpot)
+    by_clients = (load.arrivals or "").startswith("clients:")
+    kind = load.objective or ("throughput" if by_clients else "tpot")
+    return Objective(kind, load.ttft, load.tpot)
 
 
 @dataclass(frozen=True, eq=False)
