@@ -85,7 +85,7 @@ class Backend(Protocol):
         """Makes room for a request under the plan in force. False: not before another ends."""
 
     def read_prompt(self, turn: Turn, count: int) -> None:
-        """Reads the next ``count`` tokens of a request's prompt, of which none reads the last."""
+        """Reads the next ``count`` tokens of a request's prompt; its first round reads the last."""
 
     def draft(self, turns: Sequence[Turn]) -> list[Drafted | None]:
         """Drafts at most ``turn.gamma`` levels from the end of each text; HeteroSpec may go on up

@@ -8,13 +8,14 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
-from databases import postgresql_server
+from databases import Server, postgresql_server, server_binaries
 from hypothesis import HealthCheck, settings
 from sqlalchemy.engine import make_url
 
@@ -277,3 +278,14 @@ def _loaded(file: Path, dtype: str) -> LoadedPair:
     from spectune.runtime.pair import read_pair
 
     return load_pair(read_pair(str(file)), device="cpu", dtype=dtype)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A PostgreSQL server that the test may stop and start."""
+    binaries = server_binaries()
+    if binaries is None:
+        pytest.skip("a server that can be stopped needs PostgreSQL's own programs")
+    with closing(Server(binaries)) as server:
+        server.start()
+        yield server

@@ -21,7 +21,7 @@ import httpx2
 import pytest
 from agent_folder import PAIR, Agent
 from browser import browser, laid_out
-from databases import Server, opened, put_in_force, server_binaries
+from databases import Server, opened, put_in_force
 from doors import Door, Started
 from prometheus_client.parser import text_string_to_metric_families
 from test_rollouts import NEW, OLD, Fleet
@@ -275,16 +275,6 @@ def test_follow_shows_its_own_metrics(url: str, tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- what fails
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    binaries = server_binaries()
-    if binaries is None:
-        pytest.skip("a server that can be stopped needs PostgreSQL's own programs")
-    with closing(Server(binaries)) as server:
-        server.start()
-        yield server
 
 
 def test_it_is_not_ready_while_the_database_is_away(server: Server) -> None:

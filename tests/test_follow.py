@@ -10,8 +10,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_folder import BEGAN, PAIR, Agent
-from databases import Server, opened, put_in_force, server_binaries
+from databases import Server, opened, put_in_force
 from doors import Door, Started
 from sqlalchemy import select
 from synthetic import policy
@@ -731,16 +729,6 @@ def test_a_database_file_that_is_gone_is_waited_for(tmp_path: Path, agent: Agent
             thread.join(PATIENCE_S)
         assert sorted(request_ids(store)) == sorted(f"r{n}" for n in range(20))
     assert "requests: it works again" in told
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    binaries = server_binaries()
-    if binaries is None:
-        pytest.skip("a server that can be stopped needs PostgreSQL's own programs")
-    with closing(Server(binaries)) as server:
-        server.start()
-        yield server
 
 
 def test_a_server_that_restarts_is_waited_for(server: Server, agent: Agent) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import Server, opened, put_in_force, server_binaries
+from databases import Server, opened, put_in_force
 from doors import put_made_up_profile, write_workload
 from recorded_texts import asked, plain_texts
 from synthetic import policy
@@ -30,16 +28,6 @@ from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 
 PROMPT, TOKENS = "def add(a, b):", 24
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    binaries = server_binaries()
-    if binaries is None:
-        pytest.skip("a server that can be stopped needs PostgreSQL's own programs")
-    with closing(Server(binaries)) as server:
-        server.start()
-        yield server
 
 
 def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
