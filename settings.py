@@ -991,6 +991,7 @@ class Control(Settings):
     port: int = setting(8090, "Port; 0: any that is free.", ge=0, le=65535)
     token_file: AnyPath | None = setting(None, "File with the token that requests must have.")
     schedules: bool = setting(True, "Run due schedules: leave them to `schedule run`.")
+    look: Duration = setting(600.0, "How often to look for drift.", hidden=True)
     poll: Duration = setting(30.0, "How often to look for what is due.", hidden=True)
 
 

@@ -22,7 +22,8 @@ class Schedule(Base):
     ``slot`` is the moment that the run at hand stands for, NULL between runs; ``attempt`` counts
     the claims of that run. ``claims`` counts all of them and is the fencing token: who claimed
     earlier may neither extend the lease nor publish. A lease that has run out, or was handed back,
-    may be claimed by anybody. ``last`` is how the newest attempt ended.
+    may be claimed by anybody. ``last`` is how the newest attempt ended. ``since``: the run that is
+    due tunes on nothing older, as the traffic changed then.
     """
 
     __tablename__ = "schedule"
@@ -41,6 +42,7 @@ class Schedule(Base):
     lease_owner: Mapped[Str200 | None]
     lease_until: Mapped[datetime | None]
     last: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
+    since: Mapped[datetime | None]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row JSON-ready, moments in ISO 8601."""

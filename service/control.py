@@ -56,7 +56,7 @@ def control(s: Control, talk: Talk) -> Result:
         job = _job(s, store, talk) if s.schedules else None
         tasks: dict[str, Callable[[], Any]] = {
             "rollouts": lambda: conduct(store, stop, talk.tell),
-            "drift": lambda: watch(store, stop, talk.tell),
+            "drift": lambda: watch(store, stop, talk.tell, s.look),
         }
         threads = {name: threading.Thread(target=task, name=name) for name, task in tasks.items()}
         http = HTTPServer(make_app(Board(store), token, lambda: _ended(threads)), drain_s=1)

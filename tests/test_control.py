@@ -94,7 +94,7 @@ def filled(store: TraceStore, tmp_path: Path) -> TraceStore:
     about = {"deployment": "vllm", "pair_id": PAIR.id, "device": "cpu", "version": version}
     change = {"what": "acceptance", "category": HOSTILE, "before": 0.7, "after": 0.4}
     with store.database.write() as session:
-        session.add(Alarm(**about, **change, at=store.clock(), evidence={}))
+        session.add(Alarm(**about, **change, at=store.clock(), since=store.clock(), evidence={}))
     add_schedule(store.database, "nightly", "@daily", {"pair": PAIR.to_json()})
     return store
 

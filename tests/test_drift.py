@@ -144,6 +144,30 @@ def test_a_change_is_alarmed_about_once_and_makes_a_tuning_due(served: Deploymen
     assert any("accepted tokens of serve at 5 drafted went from 2." in line for line in served.told)
 
 
+def test_a_tuning_waits_for_the_changed_traffic_and_is_of_it_alone(served: Deployment) -> None:
+    add_schedule(served)
+    served.serve(400, CODE)
+    assert served.look() == ()
+    turned = served.now
+    served.serve(80, 0.3)
+    assert served.look()
+    assert served.store.alarms()[0].outcome == "pending"
+    assert not is_due(served)
+    served.serve(80, 0.3)
+    assert served.look() == ()
+    assert served.store.alarms()[0].outcome == "tuning due"
+    job = schedule.claim(served.store.database, "worker", lease_s=60)
+    assert job is not None
+    since = datetime.fromisoformat(job.settings["since"])
+    assert turned <= since <= turned + timedelta(minutes=5)
+    # Only this run is of the changed traffic.
+    assert job.end("done")
+    schedule.make_due(served.store.database, "nightly")
+    job = schedule.claim(served.store.database, "worker", lease_s=60)
+    assert job is not None
+    assert job.settings["since"] == "1h"
+
+
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_stationary_traffic_of_mixed_difficulty_gives_no_alarm(served: Deployment) -> None:
     for n in range(30):
@@ -354,7 +378,7 @@ def test_code_that_turns_into_prose_is_tuned_for(
     )  # fmt: skip
 
     def serve(agreement: float, gamma: int, minutes: int, policy_id: str = "") -> None:
-        texts = [replace(t, category="serve") for t in trace_of(120, budget=70).trajectories]
+        texts = [replace(t, category="serve") for t in trace_of(160, budget=70).trajectories]
         proposed = [a_panorama(t, "small", none=0.0, agreement=agreement) for t in texts]
         trace, began = ReplayTrace(texts, {"small": proposed}), now - timedelta(minutes=minutes)
         found = simulated(trace, window(gamma), Load(4))

@@ -473,7 +473,8 @@ class RolloutTurn(Value):
 class Alarm(Value):
     """Traffic of a deployment that is no longer what it was when ``version`` came into force:
     ``what`` changed (``acceptance`` of a category, ``seconds`` of rounds over those predicted, the
-    ``mix``: the share of a category), from ``before`` to ``after``. ``evidence``: how many requests
+    ``mix``: the share of a category), from ``before`` to ``after``; ``since``: what was served from
+    then on is of the changed traffic. ``evidence``: how many requests
     each of the two is the mean of, and of acceptance at how many ``drafted`` tokens.
 
     ``outcome``: ``pending`` until the simulator was asked, then what came of it, in words, ``why``.
@@ -493,6 +494,7 @@ class Alarm(Value):
     what: Mapped[Str16]
     category: Mapped[str | None]
     at: Mapped[datetime]
+    since: Mapped[datetime]
     before: Mapped[float]
     after: Mapped[float]
     evidence: Mapped[Document]

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -25,7 +25,14 @@ from sqlalchemy.orm import Session
 
 from spectune.db.database_errors import DatabaseError
 from spectune.engines.vllm.folder import LABEL_LIMIT
-from spectune.optimizer.drift.detect import SLOT_S, Change, Detector, Watched, check_installed
+from spectune.optimizer.drift.detect import (
+    BLOCK,
+    SLOT_S,
+    Change,
+    Detector,
+    Watched,
+    check_installed,
+)
 from spectune.optimizer.drift.seconds import engine_ratios, native_ratios
 from spectune.optimizer.drift.what_if import LEAST, SINCE, Gain, what_if
 from spectune.optimizer.drift.words import in_words
@@ -42,6 +49,8 @@ LOOK_S: Final = 600.0
 LEASE_S: Final = 600.0
 PAUSE: Final = timedelta(hours=6)
 """Between two tunings of a deployment that drift makes due."""
+ENOUGH: Final = 128
+"""Requests of the changed traffic that a tuning is made due on; after an hour as many as came."""
 EARLIEST: Final = timedelta(hours=6)
 """How far back a look goes, the first of a publication and one after a long pause."""
 SHOWN: Final = 5
@@ -113,8 +122,12 @@ class Watch:
                     ratios += [(slot * SLOT_S, ratio) for ratio in own]
         if not (requests or is_new):
             return []
-        watched = [one for _, one in sorted(requests, key=lambda one: one[0])]
-        alarms = [_alarm(p, change, now) for change in state.add(watched, ratios)]
+        requests.sort(key=lambda one: one[0])
+        watched = [one for _, one in requests]
+        alarms = [
+            _alarm(p, change, now, _began(change, requests, now))
+            for change in state.add(watched, ratios)
+        ]
         figures = {
             "requests": state.requests,
             "seconds": median(ratio for _, ratio in ratios) if ratios else None,
@@ -128,7 +141,7 @@ class Watch:
 
     def _settle(self, lease: WatchedDeployment, p: Publication) -> None:
         """Asks the simulator once for all alarms that are pending, also of a process that died, or
-        were held back as long as they have to be."""
+        were held back as long as they have to be, when enough was served since the change."""
         store, database = self.store, self.store.database
         newest, place = store.alarms(p.deployment, NEWEST), (p.pair_id, p.device, p.version)
         is_paused = any(a.due_at and store.clock() - a.due_at < PAUSE for a in newest)
@@ -137,10 +150,13 @@ class Watch:
         pending = [a for a in here if a.outcome in waiting]
         if not pending:
             return
-        schedule = schedule_of(database, p.deployment)
-        served = recordings_of(store, p, store.clock() - SINCE)
+        schedule, now = schedule_of(database, p.deployment), store.clock()
+        since = max(alarm.since for alarm in pending)
+        served = [*recordings_of(store, p, now - SINCE)]
+        if now - since < SINCE and store.count_since([s.id for s in served], since) < ENOUGH:
+            return
         info = max(served, key=lambda info: info.created_at, default=None)
-        gain, why = self.ask(store, p, info, schedule.settings if schedule else {})
+        gain, why = self.ask(store, p, info, schedule.settings if schedule else {}, since)
 
         def settle(session: Session, due_at: datetime | None) -> tuple[str, str, str | None]:
             if gain is not None and gain < LEAST:
@@ -149,7 +165,7 @@ class Watch:
                 return HELD_BACK, f"{why}; a tuning was due at {due_at:%Y-%m-%d %H:%M} UTC", None
             if schedule is None:
                 return "no schedule", f"{why}; `schedule add` says how to tune", None
-            if not make_due_in(database, session, schedule.name):
+            if not make_due_in(database, session, schedule.name, since):
                 return HELD_BACK, f"{why}; schedule {schedule.name} runs already", None
             return "tuning due", why, schedule.name
 
@@ -184,13 +200,25 @@ def _watched(request: WatchedRequest, policies: Collection[str]) -> Watched:
     return Watched(category, {drafted: fmean(of) for drafted, of in kept.items()})
 
 
-def _alarm(p: Publication, change: Change, at: datetime) -> Alarm:
+def _began(change: Change, requests: Sequence[tuple[datetime, Watched]], now: datetime) -> datetime:
+    """Since when what is served is of the changed traffic, as far as the ``requests`` of a look
+    go back; they are in the order in which they ended."""
+    if change.what == "seconds":
+        return now - timedelta(seconds=change.since * SLOT_S)
+    moments, count = [at for at, _ in requests], change.since * BLOCK
+    if change.what == "acceptance":
+        of = [(at, one) for at, one in requests if change.category in (None, one.category)]
+        moments, count = [at for at, one in of if change.drafted in one.kept], change.since
+    return moments[-min(count, len(moments))] if moments else now
+
+
+def _alarm(p: Publication, change: Change, at: datetime, since: datetime) -> Alarm:
     scale = change.drafted or 1
     evidence: dict[str, Any] = {"figures": [change.until, change.since]}
     if change.drafted:
         evidence["drafted"] = change.drafted
     about = p.deployment, p.pair_id, p.device, p.version, change.what, change.category
-    return Alarm(*about, at, change.before * scale, change.after * scale, evidence)
+    return Alarm(*about, at, since, change.before * scale, change.after * scale, evidence)
 
 
 def watch(store: TraceStore, stop: threading.Event, tell: Tell, every_s: float = LOOK_S) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from spectune.optimizer.inputs import published_policy
@@ -38,16 +38,22 @@ class Gain(NamedTuple):
 
 
 def what_if(
-    store: TraceStore, p: Publication, info: Recording | None, settings: Mapping[str, Any]
+    store: TraceStore,
+    p: Publication,
+    info: Recording | None,
+    settings: Mapping[str, Any],
+    since: datetime | None = None,
 ) -> Gain:
-    """Simulates the last hour of what a recording (None: nothing was served) is a part of, under
-    the load of a schedule's ``settings``."""
+    """Simulates the last hour of what a recording (None: nothing was served) is a part of, or what
+    came ``since`` a later moment, under the load of a schedule's ``settings``."""
     if info is None:
         return Gain(None, "not simulated: nothing was served lately")
     try:
-        current, speeds = (_native if info.engine == "native" else _engine)(
-            store, p, info, settings
-        )
+        since = max(store.clock() - SINCE, since or datetime.min.replace(tzinfo=UTC))
+        if info.engine == "native":
+            current, speeds = _native(store, p, info, since)
+        else:
+            current, speeds = _engine(store, p, info, settings, since)
     except Exception as error:  # a tuning is due where nothing is known
         if not isinstance(error, (SpectuneError, ImportError)):
             log.exception("what a tuning would gain cannot be simulated")
@@ -58,7 +64,11 @@ def what_if(
 
 
 def _engine(
-    store: TraceStore, p: Publication, info: Recording, settings: Mapping[str, Any]
+    store: TraceStore,
+    p: Publication,
+    info: Recording,
+    settings: Mapping[str, Any],
+    since: datetime,
 ) -> tuple[float, list[Speed]]:
     """What the load's objective makes of the policy in force, and of the others."""
     # They read what a search does.
@@ -71,7 +81,7 @@ def _engine(
     arrivals = load.arrivals or "recorded"
     key = f"drift {p.deployment} {p.version} {store.clock():%Y-%m-%d %H:%M}"
     server = ServerTuned(str(info.options.get("boot", "")), info.device_name)
-    sample = sample_since(store, info.pair_id, SINCE, key=key, engine=info.engine, server=server)
+    sample = sample_since(store, info.pair_id, since, key=key, engine=info.engine, server=server)
     bench = engine_bench(store, sample, [], arrivals, objective_of(load))
     study, current = TokenStudy(bench), published_policy(p)
     passes = {draft: served for draft, served in bench.costs.passes.items() if draft}
@@ -95,7 +105,7 @@ def _engine(
 
 
 def _native(
-    store: TraceStore, p: Publication, info: Recording, settings: Mapping[str, Any]
+    store: TraceStore, p: Publication, info: Recording, since: datetime
 ) -> tuple[float, list[Speed]]:
     """Tokens a second of one request at a time under the policy in force, and under the others,
     where an earlier tuning made the panoramas of what was served."""
@@ -110,7 +120,7 @@ def _native(
     drafts = {one.draft for one in current.candidates if one.speculates} or {*profile.chain_drafts}
     windows = [FixedWindow(gamma=n) for n in range(1, GAMMA_MAX + 1)]
     others = [Policy(draft=draft, window=window) for draft in sorted(drafts) for window in windows]
-    trace = open_trace(store, info.id, [current, *others], since=store.clock() - SINCE).trace
+    trace = open_trace(store, info.id, [current, *others], since=since).trace
     if len(trace.trajectories) < FEWEST:
         raise TraceError(f"panoramas of {len(trace.trajectories)} requests are too few")
 

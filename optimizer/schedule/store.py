@@ -138,13 +138,15 @@ def make_due(database: Database, name: str) -> None:
             raise ScheduleError(f"schedule {name} is run by {row.lease_owner} now")
 
 
-def make_due_in(database: Database, session: Session, name: str) -> bool:
-    """Makes a schedule due in a transaction; False while a worker runs it. Raises ScheduleError for
-    an unknown name."""
+def make_due_in(
+    database: Database, session: Session, name: str, since: datetime | None = None
+) -> bool:
+    """Makes a schedule due in a transaction, of one that tunes on recent traffic to tune on nothing
+    older than ``since``; False while a worker runs it. Raises ScheduleError for an unknown name."""
     row, now = _get(session, name), database.now(session)
     is_run = row.slot is not None and row.lease_until is not None and row.lease_until > now
     if not is_run:
-        row.next_at = now
+        row.next_at, row.since = now, since
     return not is_run
 
 
@@ -257,7 +259,7 @@ class Job:
         once. Returns False, and nothing changes, where the job is no longer this claim's."""
         with self.database.write() as session:
             now = self.database.now(session)
-            values: dict[str, Any] = {"slot": None, "lease_owner": None, "lease_until": None}
+            values: dict[str, Any] = dict.fromkeys(("slot", "since", "lease_owner", "lease_until"))
             if outcome == "released":
                 values = {"lease_owner": None, "lease_until": now}
             attempt = self._ended(now, outcome, result, error)
@@ -318,7 +320,7 @@ def claim(
                 session.add(lost)
                 row.last = _last(lost)
             if row.attempt >= MAX_ATTEMPTS:
-                row.slot = row.lease_owner = row.lease_until = None
+                row.slot = row.since = row.lease_owner = row.lease_until = None
                 session.flush()
                 continue
             row.attempt, row.claims, row.lease_owner = row.attempt + 1, row.claims + 1, worker
@@ -335,5 +337,8 @@ def _last(attempt: Attempt) -> dict[str, Any]:
 def _job(database: Database, row: Schedule) -> Job:
     assert row.slot is not None
     assert row.lease_owner is not None
-    about = row.id, row.name, row.settings, row.slot, row.attempt, row.claims, row.lease_owner
+    settings = dict(row.settings)
+    if row.since is not None and "since" in settings:
+        settings["since"] = row.since.isoformat()
+    about = row.id, row.name, settings, row.slot, row.attempt, row.claims, row.lease_owner
     return Job(database, *about)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.orm import Session, undefer
 
 from spectune.traces.blobs import Damaged
@@ -116,6 +116,13 @@ class Alarms(Storage):
             values |= {"schedule": schedule, "due_at": self.clock() if schedule else None}
             done = update(a).where(pending).values(**values).returning(a)
             return tuple(session.scalars(done))
+
+    def count_since(self, recordings: Collection[str], since: datetime) -> int:
+        """How many requests of these recordings ended since a moment."""
+        t = Trajectory
+        counted = select(func.count()).where(t.recording_id.in_(recordings), t.created_at >= since)
+        with self.database.read() as session:
+            return session.scalar(counted) or 0
 
     def requests_after(
         self, recording: str, ordinal: int, since: datetime
