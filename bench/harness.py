@@ -50,6 +50,8 @@ MEASUREMENTS = {
     "map_executed": "map.executed",
     "served": "served",
     "load": "served.load",
+    "serve_load": "serve.load",
+    "serve_circle": "serve.circle",
     "gpu": "gpu.native",
     "gpu_vllm": "gpu.vllm",
 }

@@ -1,0 +1,1 @@
+"""What `spectune serve` does amid traffic that does not stop."""

@@ -1,0 +1,185 @@
+"""Code that turns into prose, on `serve`, with `control` beside it and nobody else: is it seen, is
+it tuned for, and is what is then in force the best there.
+
+    python bench/run.py serve_circle [--quick]
+
+As a user would: `serve` records what it serves to a few clients under a policy that somebody chose
+by hand; `tune --since` publishes for code what is proved faster; a schedule with `--since` and
+`control` are left alone. Code goes on for a while, which may give no alarm; then all is prose,
+until another tuning has ended. Time is compressed: `control` looks for drift every few seconds in
+place of ten minutes. What is then in force is held, by replay of the prose that was served, against
+what `tune` finds there at rest; what a tuning costs the traffic beside it is tokens/s while one
+runs over those before. The figures go to ``bench/results/serve-circle.json``.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.harness import Part, say
+from bench.lab import chain, requests, stored
+from bench.serve.live import DEPLOYMENT, Clients, publish, serve
+from bench.served.live import PAIR, command, run_json, temporary_folder
+from spectune.optimizer.schedule import history
+from spectune.traces.errors import EngineError
+from spectune.traces.store import TraceStore
+
+RESULT = "serve-circle"
+CLIENTS, TOKENS, LOOK = 4, 48, "5s"
+WATCHED, TURN, ALARM = "control watches", "code turns into prose", "alarm"
+DECIDED, TUNED = "a tuning is due", "a tuning has ended"
+BY_HAND = chain("small", 4)
+"""What somebody had chosen before."""
+WITHIN = 0.97
+"""How fast what is in force is to be at least, of what a tuning on prose alone finds."""
+
+
+class Size(NamedTuple):
+    """Seconds of code before the first tuning and after it, of prose at the end; prompts of each
+    kind, the budget of a tuning, and how long each step of the circle may take."""
+
+    before_s: float
+    stationary_s: float
+    settled_s: float
+    prompts: int
+    budget: str
+    give_up_s: float
+
+
+FULL, TINY = Size(60, 120, 30, 96, "60s", 900), Size(15, 15, 5, 24, "10s", 900)
+
+
+def bodies(category: str, count: int) -> list[dict[str, Any]]:
+    """Greedy completions of the demo's prompts of a category."""
+    found = requests(count, category=category).requests
+    how = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    return [{**how, "prompt": request.prompt} for request in found]
+
+
+@contextmanager
+def control(database: Path) -> Iterator[None]:
+    """`control` with nobody before it."""
+    words = command("--db", database, "control", "--port", 0)
+    words += ["--set", f"look={LOOK}", "--set", "poll=1s"]
+    with database.with_suffix(".control.log").open("w") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            yield
+            if process.poll() is not None:
+                raise EngineError(Path(log.name).read_text().strip()[-300:])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+class Circle:
+    """A circle as it goes: its store and clients, and the ``moments`` (monotonic) of what
+    happened."""
+
+    def __init__(self, database: Path, clients: Clients, give_up_s: float) -> None:
+        self.store: TraceStore = stored(database)
+        self.clients, self.moments = clients, dict[str, float]()
+        self.turned = datetime.max.replace(tzinfo=UTC)
+        self._began, self._give_up_s = time.monotonic(), give_up_s
+
+    def note(self, what: str) -> None:
+        self.moments[what] = time.monotonic()
+        say(f"{self.moments[what] - self._began:5.0f} s {what}")
+
+    def wait(self, what: str, until: Callable[[], bool]) -> None:
+        """Returns, and notes it, once it is so. Raises EngineError after too long."""
+        began = time.monotonic()
+        while not until():
+            if time.monotonic() - began > self._give_up_s:
+                raise EngineError(f"{what}: not so after {self._give_up_s:.0f} s")
+            time.sleep(0.5)
+        self.note(what)
+
+    def turn(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+        """Lets the clients send others from now on."""
+        self.note(TURN)
+        self.clients.bodies, self.turned = bodies, datetime.now(UTC)
+
+    def answered(self, moment: str) -> int:
+        """How many requests had been answered."""
+        at = self.moments[moment]
+        return sum(answer.status == 200 and answer.at < at for answer in self.clients.answers)
+
+    def tokens_per_s(self, begin: str, end: str) -> float:
+        """What the clients got between two moments."""
+        a, b = self.moments[begin], self.moments[end]
+        within = [x for x in self.clients.answers if x.status == 200 and a <= x.at < b]
+        return sum(answer.tokens for answer in within) / (b - a)
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    size = TINY if quick else FULL
+    code, prose = (bodies(category, size.prompts) for category in ("code", "prose"))
+    with temporary_folder() as folder:
+        database = folder / "x.db"
+        tuning = ("--pair", "demo", "--budget", size.budget, "--limit", 96)
+        with serve(database) as server:
+            circle = Circle(database, Clients(server.url, code, CLIENTS), size.give_up_s)
+            with circle.clients.sending():
+                run_through(circle, database, tuning, prose, size)
+        store, about = circle.store, f"{circle.turned:%Y-%m-%dT%H:%M:%S}"
+        (in_force,) = store.in_force()
+        best = run_json("--db", database, "tune", *tuning, "--since", about, "--no-publish")
+        speeds = [
+            run_json("--db", database, "simulate", policy, best["recording"])["tokens_per_s"]
+            for policy in (in_force.policy.id, best["winner"]["policy"])
+        ]
+        alarms = [alarm.to_json() for alarm in store.alarms(DEPLOYMENT)]
+    share, early = speeds[0] / speeds[1], [a for a in alarms if a["at"] < circle.turned.isoformat()]
+    delay_s = {k: circle.moments[k] - circle.moments[TURN] for k in (ALARM, DECIDED, TUNED)}
+    cost = circle.tokens_per_s(DECIDED, TUNED) / circle.tokens_per_s(WATCHED, TURN)
+    failed = [a.problem for a in circle.clients.answers if a.status not in (200, 429)]
+    return {
+        "summary": f"{len(early)} alarms in {circle.answered(TURN)} requests of code; prose is "
+        f"seen after {delay_s[ALARM]:.0f} s ({circle.answered(ALARM) - circle.answered(TURN)} "
+        f"requests), tuned for after {delay_s[TUNED]:.0f} s; in force is then "
+        f"{in_force.policy.label()}, by replay {share:.3f} times as fast there as "
+        f"{best['winner']['label']}, which a tuning at rest finds; beside a tuning the traffic "
+        f"gets {cost:.2f} of its tokens/s; {len(failed)} requests failed",
+        "holds": not early and not failed and share >= WITHIN,
+        "share": share,
+        "cost": cost,
+        "delay_s": delay_s,
+        "alarms": alarms,
+        "in_force": in_force.policy.document,
+        "best": best["winner"],
+        "failed": failed[:5],
+    }
+
+
+def run_through(
+    circle: Circle,
+    database: Path,
+    tuning: Sequence[object],
+    prose: Sequence[Mapping[str, Any]],
+    size: Size,
+) -> None:
+    """The circle, amid traffic: from code without a policy to prose under what was tuned for it."""
+    store, recent = circle.store, ("--since", "24h")
+    publish(store, BY_HAND, PAIR.id)
+    time.sleep(size.before_s)
+    run_json("--db", database, "tune", *tuning, *recent)
+    run_json("--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent)
+    with control(database):
+        circle.note(WATCHED)
+        time.sleep(size.stationary_s)
+        circle.turn(prose)
+        circle.wait(ALARM, lambda: any(a.at >= circle.turned for a in store.alarms(DEPLOYMENT)))
+        circle.wait(DECIDED, lambda: any(a.due_at for a in store.alarms(DEPLOYMENT)))
+        circle.wait(TUNED, lambda: bool(history(store.database, "keep")))
+        time.sleep(size.settled_s)
+
+
+PARTS: dict[str, Part] = {"native": measure}
