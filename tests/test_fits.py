@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_stored_weights_act_on_raw_features(trained: ClassifierWeights) -> None:
 
     codes = np.array([[0, 95, 640, 14407], [0, 543, 1601, 2559], [1, 2, 8, 16]])
     joint, entropy, depth = codes
-    nats = np.exp(-(joint // 16) / 16), entropy // 16 / 16
+    nats = np.exp(-(joint // 16) / 16), -(joint // 16) / 16, entropy // 16 / 16
     raw = torch.from_numpy(np.stack([*nats, depth], axis=1))
     weights = [getattr(trained, name) for name in WEIGHTS]
     assert {w.dtype for w in weights} == {np.dtype(np.float32)}
@@ -150,6 +151,22 @@ def test_the_table_is_the_confidence(trained: ClassifierWeights) -> None:
 def test_weights_are_read_as_they_were_stored(trained: ClassifierWeights) -> None:
     arrays = {name: getattr(trained, name) for name in WEIGHTS}
     np.testing.assert_array_equal(read_weights(arrays).table(4, 50, 50), trained.table(4, 50, 50))
+    deaf = replace(trained, w1=trained.w1 * np.array([1, 0, 1, 1], np.float32))
+    of_old = arrays | {"w1": np.delete(trained.w1, 1, axis=1)}
+    np.testing.assert_array_equal(read_weights(of_old).table(4, 50, 50), deaf.table(4, 50, 50))
+
+
+def test_small_probabilities_are_told_apart() -> None:
+    """Acceptance that depends on the logarithm alone, of nodes that are all unlikely."""
+    rng = np.random.default_rng(2)
+    joint = rng.integers(1200, 2600, 20000).astype(np.int32)
+    accepted = rng.random(len(joint)) < 1 / (1 + np.exp((joint - 1900) / 100))
+    same = np.ones_like(joint)
+    weights = train(Examples(joint, same, same, accepted, same.astype(np.int64)), epochs=20)
+    confidence = weights.confidence(joint, same, same)
+    order = np.argsort(confidence)
+    assert accepted[order[-2000:]].mean() > 0.97
+    assert accepted[order[:2000]].mean() < 0.03
 
 
 # -- Sequoia: static trees

@@ -3,8 +3,8 @@ numbers about it.
 
 The features of a node are its joint probability exp(-joint), the entropy of the distribution it
 was drawn from, and its depth from 1 (section 4.1), the first two in nats by
-:func:`runtime.policies.c2t.nats`. The classifier is
-Linear(3, hidden), ReLU, Linear(hidden, 1), sigmoid. Evaluating it, and the table of all codes that
+:func:`runtime.policies.c2t.nats`, and, which the paper has not, -joint. The classifier is
+Linear(4, hidden), ReLU, Linear(hidden, 1), sigmoid. Evaluating it, and the table of all codes that
 trees are grown by, are the runtime's: :class:`runtime.policies.c2t.ClassifierWeights`.
 """
 
@@ -63,10 +63,9 @@ class Examples:
         return Examples(*(column[rows] for column in vars(self).values()))
 
     def features(self) -> npt.NDArray[np.float64]:
-        """Raw features float64 [n, 3]: joint probability, entropy in nats, depth."""
-        return np.stack(
-            [np.exp(-nats(self.joint_code)), nats(self.entropy_code), self.depth], axis=1
-        )
+        """Raw features float64 [n, 4]: joint probability, its logarithm, entropy in nats, depth."""
+        log = -nats(self.joint_code)
+        return np.stack([np.exp(log), log, nats(self.entropy_code), self.depth], axis=1)
 
 
 def fit_c2t(

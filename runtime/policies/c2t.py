@@ -70,10 +70,11 @@ class ClassifierGrowth(TreeGrowth):
 
 @dataclass(frozen=True, eq=False)
 class ClassifierWeights:
-    """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, entropy in nats, depth from
-    1).
+    """sigmoid(w2 . relu(w1 x + b1) + b2) over x = (joint probability, its logarithm, entropy in
+    nats, depth from 1). The paper has no logarithm; without it a network cannot tell small
+    probabilities apart, and ranks nodes below their joint probability.
 
-    ``w1`` float32 [hidden, 3], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]."""
+    ``w1`` float32 [hidden, 4], ``b1`` [hidden], ``w2`` [hidden], ``b2`` [1]."""
 
     w1: WeightArray
     b1: WeightArray
@@ -93,14 +94,15 @@ class ClassifierWeights:
         Sums over the hidden units one after another, elementwise: no matrix product, whose order of
         summation varies. So a table holds exactly these; what entropy and depth give is added up
         first, which a table does once per row."""
-        probability, entropy = np.exp(-nats(joint_code)), nats(entropy_code)
+        log, entropy = -nats(joint_code), nats(entropy_code)
+        probability = np.exp(log)
         level = np.asarray(depth, dtype=np.float64)
         w1, b1, w2, b2 = (w.astype(np.float64) for w in (self.w1, self.b1, self.w2, self.b2))
         z = np.full(np.broadcast_shapes(probability.shape, entropy.shape, level.shape), b2[0])
         h = np.empty_like(z)
         for unit in range(self.hidden):
-            row = w1[unit, 1] * entropy + w1[unit, 2] * level + b1[unit]
-            np.add(w1[unit, 0] * probability, row, out=h)
+            row = w1[unit, 2] * entropy + w1[unit, 3] * level + b1[unit]
+            np.add(w1[unit, 0] * probability + w1[unit, 1] * log, row, out=h)
             np.maximum(h, 0.0, out=h)
             np.multiply(h, w2[unit], out=h)
             z += h
@@ -127,8 +129,9 @@ def nats(code: npt.ArrayLike) -> FloatArray:
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
-    """The weights in an artifact's arrays."""
-    return ClassifierWeights(*(np.asarray(arrays[name], np.float32) for name in WEIGHTS))
+    """The weights in an artifact's arrays. Artifacts of old have no column of logarithms."""
+    w1, *rest = (np.asarray(arrays[name], np.float32) for name in WEIGHTS)
+    return ClassifierWeights(w1 if w1.shape[1] == 4 else np.insert(w1, 1, 0.0, axis=1), *rest)
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:
@@ -140,7 +143,7 @@ def confidence_table(weights: ClassifierWeights) -> TableArray:
 @lru_cache(maxsize=16)
 def _table(w1: bytes, b1: bytes, w2: bytes, b2: bytes) -> TableArray:
     hidden_weight, *rest = (np.frombuffer(w, dtype=np.float32) for w in (w1, b1, w2, b2))
-    table = ClassifierWeights(hidden_weight.reshape(-1, 3), *rest).table()
+    table = ClassifierWeights(hidden_weight.reshape(-1, 4), *rest).table()
     table.setflags(write=False)
     return table
 
