@@ -219,6 +219,19 @@ def test_clusters_are_of_directions() -> None:
     assert len(set(zip(of, group.tolist(), strict=True))) == 12
 
 
+def test_a_row_is_in_the_cluster_of_the_nearest_direction() -> None:
+    """Clusters of unequal spread: the nearest mean of rows of length 1 is another one's."""
+    rng = np.random.default_rng(1)
+    spread = np.repeat([0.05, 1.5], 200)[:, None]
+    head = rng.normal(size=(2, 8)).repeat(200, 0) + spread * rng.normal(size=(400, 8))
+    unit = head / np.linalg.norm(head, axis=1, keepdims=True)
+    of = cluster(head.astype(np.float32), 5, seed=0).of
+    means = np.stack([unit[of == c].mean(0) for c in range(5)])
+    cosines = unit @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T
+    assert (cosines.argmax(1) == of).mean() > 0.99
+    assert (((unit[:, None] - means) ** 2).sum(-1).argmin(1) == of).mean() < 0.99
+
+
 def test_no_other_draft_of_a_recording_is_listed(door: Door) -> None:
     """Shortlists that were recorded are no drafts of the pair."""
     listed: dict[str, Any] = door.json("traces show latest")

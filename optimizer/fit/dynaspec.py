@@ -10,7 +10,6 @@ whose clusters are the labels. Using a router is the runtime's: :class:`runtime.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -18,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.cluster import KMeans, MiniBatchKMeans
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.cluster import kmeans_plusplus
 from torch import Tensor
 
 from spectune.optimizer.fit import perceptron
@@ -52,8 +50,12 @@ WINDOW: Final = 512
 """Tokens of a corpus that are read as one text."""
 PART_BYTES: Final = 1 << 26
 """Of the inputs that are there at a time while a router is trained, about."""
-LARGE: Final = 1 << 28
-"""vocab * d * M above which MiniBatchKMeans finds the clusters: 4096 * 256 * 64 is 2^26."""
+SAMPLED: Final = 64
+"""Rows of a head for each cluster that centroids are fitted to, at most."""
+ITERATIONS: Final = 100
+"""Of k-means, at most."""
+ASSIGNED: Final = 1 << 14
+"""Rows whose nearest centroids are found at a time."""
 
 
 def fit_router(
@@ -139,16 +141,36 @@ def default_clusters(vocab: int) -> int:
 
 def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
     """``count`` = M clusters of the tokens by the direction of their rows of ``head``, floats
-    [vocab, d]: k-means of the rows scaled to length 1; unbalanced, as in the paper. The head is
-    W_LM transposed, as checkpoints hold it."""
-    unit = head / np.maximum(np.linalg.norm(head, axis=1, keepdims=True), 1e-12)
-    model = KMeans(count, random_state=seed, n_init=1)
-    if head.size * count > LARGE:
-        model = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=max(1024, 4 * count))
-    with warnings.catch_warnings():
-        # Fewer distinct rows than clusters: some stay empty.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        return Clusters(model.fit_predict(unit).astype(np.int64), count)
+    [vocab, d]: spherical k-means, rows and centroids scaled to length 1; unbalanced, as in the
+    paper. The head is W_LM transposed, as checkpoints hold it. Centroids of large heads are fitted
+    to :data:`SAMPLED` rows a cluster, drawn at random."""
+    unit = _scaled(head)
+    sample, most = unit, SAMPLED * count
+    if len(unit) > most:
+        sample = unit[np.random.default_rng(seed).choice(len(unit), most, replace=False)]
+    centroids, _ = kmeans_plusplus(sample, count, random_state=seed)
+    nearest = np.full(len(sample), -1)
+    for _ in range(ITERATIONS):
+        before, nearest = nearest, _nearest(sample, centroids)
+        if np.array_equal(before, nearest):
+            break
+        sums = np.zeros_like(centroids)
+        np.add.at(sums, nearest, sample)
+        is_empty = np.bincount(nearest, minlength=count) == 0
+        centroids = np.where(is_empty[:, None], centroids, _scaled(sums))
+    return Clusters(_nearest(unit, centroids), count)
+
+
+def _scaled(rows: FloatArray) -> FloatArray:
+    """Rows scaled to length 1; zeros stay."""
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return (rows / np.maximum(lengths, 1e-12)).astype(np.float32)
+
+
+def _nearest(rows: FloatArray, centroids: FloatArray) -> npt.NDArray[np.int64]:
+    """The centroid of the largest cosine with each row, int64 [n]."""
+    parts = (rows[at : at + ASSIGNED] for at in range(0, len(rows), ASSIGNED))
+    return np.concatenate([(part @ centroids.T).argmax(1) for part in parts]).astype(np.int64)
 
 
 def recorded_texts(
