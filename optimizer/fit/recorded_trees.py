@@ -1,6 +1,7 @@
 """Recorded trees as fits read them: every start of a text that was recorded is a round that might
 have begun there, so a recording holds as many rounds as tokens, whatever policy decoded it. Their
-trees are grown by the functions that decode with them, EAGLE-2's growth with its default score."""
+trees are grown by the functions that decode with them, EAGLE-2's growth, by its default score
+unless another is named."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ Index = npt.NDArray[np.int64]
 class RecordedTrees:
     """One draft's trees over the requests replayed in a trace. ``starts`` int64 [n]: the positions
     that begin a round there; ``levels`` int64 [positions]: levels that a tree could have and whose
-    text is known: tokens to the end of the text, and to that of the budget."""
+    text is known: tokens to the end of the text, and to that of the budget. ``score``: by which
+    they grow."""
 
     forest: Forest
     starts: Index
     levels: Index
     sampled: npt.NDArray[np.bool_]
+    score: str = "auto"
 
     @classmethod
     def of(cls, trace: ReplayTrace, draft: str) -> RecordedTrees:
@@ -73,7 +76,7 @@ class RecordedTrees:
                     f"{size} {noun} are asked for, the recording holds {recorded}: `record "
                     f"--resume ID {flag} {size}` makes more"
                 )
-        growth = {"kind": "top_k", "width": width}
+        growth = {"kind": "top_k", "width": width, "score": self.score}
         window = {"kind": "fixed", "gamma": depth}
         policy = parse_policy({"draft": self.forest.draft, "growth": growth, "window": window})
         return compile_tree(policy, sampled=False), compile_tree(policy, sampled=True)
