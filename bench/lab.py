@@ -4,6 +4,7 @@ execution side by side."""
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from synthetic import flat_profile, with_heads
 
 from bench.harness import say
 from spectune.db.database import open_database
+from spectune.demo.prompts import prompt_sources
 from spectune.engines.engine import Load, Prompt, Running
 from spectune.optimizer.execute import DecodeOptions, Encoded, Executor, encode, run
 from spectune.optimizer.fit.for_tuning import fit_drafts
@@ -54,6 +56,8 @@ WIDTH, DEPTH, GAMMA = 8, 8, 12
 """Of what is recorded: children and levels of trees, tokens of chains."""
 EAGLE_WIDTH = 10
 """K of EAGLE-2."""
+LEVELS = 12
+"""Of the trees of :func:`halves`: HeteroSpec's are 11 deep over a baseline of 8."""
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
 Document = dict[str, Any]
 Item = TypeVar("Item")
@@ -269,9 +273,11 @@ def replayable(store: TraceStore, pair: LoadedPair, recording: str) -> ReplayTra
 
 @dataclass(frozen=True)
 class Halves:
-    """A recording of the demo workload whose requests are dealt into two halves, by category in
-    turn: artifacts are fitted and baselines chosen on ``fit``, which is also the recording's part
-    that fits read; ``test`` is seen by neither. Both are places in ``trace``, of all requests."""
+    """A recording of the demo workload whose requests are dealt into two halves of equal
+    categories, whole modules, documents and templates of word problems to either
+    (:func:`deal_groups`): artifacts are fitted and baselines chosen on ``fit``, which is also the
+    recording's part that fits read; ``test`` is seen by neither. Both are places in ``trace``, of
+    all requests."""
 
     pair: LoadedPair
     store: TraceStore
@@ -283,6 +289,33 @@ class Halves:
     @property
     def find(self) -> Artifacts:
         return fitted(self.store, self.pair.id)
+
+    def sample(self) -> str:
+        """Requests, tokens and lengths, and how they were dealt."""
+        lengths = [len(self.trace.trajectories[i].output_ids) for i in self.test]
+        first = self.trace.trajectories[0]
+        how = "greedy" if first.sampling.greedy else f"temperature {first.sampling.temperature:g}"
+        return (
+            f"{how}, {len(self.test)} requests unseen, {len(self.fit)} fitted to, no module, "
+            f"document or template in both; {sum(lengths):,} unseen tokens, {min(lengths)} to "
+            f"{max(lengths)} a request, {np.median(lengths):.0f} in the median"
+        )
+
+
+def deal_groups(categories: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """A part of each request, ``f`` or ``c``: all of a group in one, the largest first, each to the
+    half that has fewer requests of its categories."""
+    members: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        members.setdefault(group, []).append(place)
+    counts, parts = {"f": Counter[str](), "c": Counter[str]()}, [""] * len(groups)
+    for places in sorted(members.values(), key=len, reverse=True):
+        of = [categories[i] for i in places]
+        half = min("fc", key=lambda half: sum(counts[half][category] for category in of))
+        counts[half].update(of)
+        for i in places:
+            parts[i] = half
+    return parts
 
 
 def halves(
@@ -298,15 +331,15 @@ def halves(
     trees: bool = True,
 ) -> Halves:
     """A recording of ``count`` requests of the demo (or of the ``workload``, or of that in a pair's
-    folder ``name``), of 48 tokens, in the state folder's ``halves.db`` (``halves-PAIR.db``), begun,
-    gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
-    lookup; with ``trees`` those of every draft, EAGLE-2's default width and :data:`DEPTH` levels,
-    which takes a second a request. Verifier ``rejection`` records acceptance probabilities."""
+    folder ``name``), of ``tokens`` each, in the state folder's ``halves.db`` (``halves-PAIR.db``),
+    begun, gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
+    lookup; with ``trees`` those of every draft, EAGLE-2's default width and :data:`LEVELS` levels,
+    which takes seconds a request. Verifier ``rejection`` records acceptance probabilities."""
     pair, is_demo = demo(name=name), name == "demo"
     store = stored(state / ("halves.db" if is_demo else f"halves-{pair.spec.name}.db"))
     tokens = 12 if quick else tokens
     options = DecodeOptions(Sampling(temperature, seed=5), tokens, verifier=verifier)
-    look = (GAMMA, EAGLE_WIDTH if trees else 0, DEPTH if trees else 0)
+    look = (GAMMA, EAGLE_WIDTH if trees else 0, LEVELS if trees else 0)
     of_pair = workload or read_files(["demo" if is_demo else str(Path(name) / "workload.jsonl")])
     workload = replace(of_pair, requests=of_pair.requests[: 12 if quick else count])
     drafts = pair.draft_names if trees else (*pair.drafts, "ngram")
@@ -314,12 +347,9 @@ def halves(
     recording = recorded(store, pair, workload, options, drafts, *look)
 
     def deal(dealt: Sequence[tuple[str, int, str | None]]) -> list[str]:
-        places: dict[str, int] = {}
-        parts = []
-        for category, *_ in dealt:
-            places[category] = places.get(category, -1) + 1
-            parts.append("fc"[places[category] % 2])
-        return parts
+        prompts = [str(r.prompt) for r in workload.requests]
+        groups = [prompt_sources().get(prompt, prompt) for prompt in prompts]
+        return deal_groups([category for category, *_ in dealt], groups)
 
     parts = list(store.request_parts(recording, deal).values())
     fit, test = ([i for i, part in enumerate(parts) if part == half] for half in "fc")

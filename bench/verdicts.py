@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 MET: Final = "met"
+AGREES: Final = "agrees"
 NOT_SHOWN: Final = "not shown"
 NOT_MET: Final = "**not met**"
 RESAMPLES: Final = 2000
@@ -38,7 +39,7 @@ def at_most(interval: Interval, target: float) -> str:
 
 def worst(verdicts: Iterable[str]) -> str:
     """Of a target with several parts."""
-    return max(verdicts, key=(MET, NOT_SHOWN, NOT_MET).index)
+    return max(verdicts, key=(MET, AGREES, NOT_SHOWN, NOT_MET).index)
 
 
 def quantile_interval(values: Sequence[float], quantile: float) -> tuple[float, float]:

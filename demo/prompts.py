@@ -44,7 +44,11 @@ def demo_workload() -> tuple[Prompt, ...]:
 def make_prompts(code: Sequence[Document], prose: Sequence[Document]) -> tuple[Prompt, ...]:
     """Prompts cut from held-out documents, the categories in turn (code, prose, math, code, ...),
     so that any prefix is balanced: a hundred of each, or as many as the smallest category has."""
-    columns = {"code": code_prompts(code), "prose": _prose_prompts(prose), "math": _math_prompts()}
+    columns = {
+        "code": code_prompts(code),
+        "prose": _prose_prompts(prose),
+        "math": [*_math_prompts()],
+    }
     count = min(PROMPTS_PER_CATEGORY, *(len(texts) for texts in columns.values()))
     return tuple(
         Prompt(id=f"{category}-{index:03d}", category=category, turns=[columns[category][index]])
@@ -213,11 +217,21 @@ _TEMPLATES = (
 
 
 @cache
-def _math_prompts() -> tuple[str, ...]:
-    """Word problems in the shape of the training text; our own, with names and numbers drawn from a
-    fixed seed."""
+def prompt_sources() -> dict[str, str]:
+    """What each prompt that can be cut from the standard library's held-out text is cut from: the
+    key of a module or topic, or a word problem's template."""
+    sources = dict(_math_prompts())
+    for cuts, documents in ((_code_cuts, code_documents), (_prose_cuts, prose_documents)):
+        sources |= {cut: d.key for d in documents(True) for cut in cuts(d.text)}
+    return sources
+
+
+@cache
+def _math_prompts() -> dict[str, str]:
+    """Word problems in the shape of the training text, with their templates; our own, with names
+    and numbers drawn from a fixed seed."""
     draw = random.Random(20)
-    prompts: dict[str, None] = {}
+    prompts: dict[str, str] = {}
     for template in itertools.cycle(_TEMPLATES):
         if len(prompts) == PROMPTS_PER_CATEGORY:
             break
@@ -231,5 +245,5 @@ def _math_prompts() -> tuple[str, ...]:
         question = template.format(
             x=x, y=y, a=a, b=b, c=c, d=d, e=e, p=p, q=q, thing=thing, place=place
         )
-        prompts[f"Question: {question}\nAnswer:"] = None
-    return tuple(prompts)
+        prompts[f"Question: {question}\nAnswer:"] = template
+    return prompts

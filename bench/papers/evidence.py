@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from bench import RESULTS
 from bench.harness import run_parts, say, state_folder
 from bench.lab import Halves, halves, measured
 from bench.papers.claims import CLAIMS
-from spectune.optimizer.execute import Executor, encode_recorded
+from spectune.optimizer.execute import Executor, encode_recorded, run
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Replay
 from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
+from spectune.runtime.decoder import Decoded, prepare_for
+from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -49,22 +52,26 @@ def run_rows(
     arguments: Sequence[str],
 ) -> int:
     """Runs parts of a paper's tables, and adds their rows to ``bench/results/papers.json``, with
-    the command that makes them and where their costs are from. With ``--pair FOLDER`` parts are of
-    that pair, and called ``PART_PAIR``."""
+    the command that makes them, the requests that were replayed and where costs are from. With
+    ``--pair FOLDER`` parts are of that pair, and called ``PART_PAIR``."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--pair", default="demo")
+    parser.add_argument("--gsm8k", type=Path)
     typed, rest = parser.parse_known_args(arguments)
-    ON_PAIR["name"] = typed.pair
+    ON_PAIR["name"], GSM8K["file"] = typed.pair, typed.gsm8k
     pair = read_pair(typed.pair).name
     of_pair = "" if pair == "demo" else f"_{pair}"
 
     def made(part: str, quick: bool) -> Document:
+        SAMPLES.clear()
         command, rows = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
+        command += " --gsm8k FILE" * part.startswith("dynaspec")
         if of_pair:
             command += " --pair FOLDER"
             rows = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in rows]
         used = sources_of_costs(quick) if costs.cache_info().currsize else {}
-        return {"command": command, "costs": used, "rows": rows}
+        samples = [h.sample() for h in SAMPLES.values()]
+        return {"command": command, "costs": used, "samples": samples, "rows": rows}
 
     named = {f"{part}{of_pair}": partial(made, part) for part in parts}
     return run_parts(about, "papers", named, rest)
@@ -75,6 +82,10 @@ def run_rows(
 
 ON_PAIR: dict[str, Any] = {"name": "demo"}
 """The pair that is measured: the demo's, or a folder's."""
+GSM8K: dict[str, Path | None] = {"file": None}
+"""Its training split, which is part of what pairs are trained on."""
+SAMPLES: dict[str, Halves] = {}
+"""The halves that a part replays, by recording, with all of their unseen requests that it takes."""
 
 
 @cache
@@ -85,12 +96,11 @@ def recorded(temperature: float, quick: bool) -> Halves:
 
 
 @cache
-def recorded_chains(temperature: float, quick: bool) -> Halves:
-    """Greedy the same; above temperature 0 the same requests with the draft models' chains, decoded
-    by the papers' verifier, rejection."""
-    if not temperature:
-        return recorded(temperature, quick)
-    options: dict[str, Any] = {"count": 120, "verifier": "rejection", "trees": False}
+def recorded_chains(temperature: float, quick: bool, tokens: int = 48) -> Halves:
+    """Chains of the draft models alone; above temperature 0 decoded by the papers' verifier,
+    rejection."""
+    options: dict[str, Any] = {"count": 120, "tokens": tokens, "trees": False}
+    options["verifier"] = "rejection" if temperature else "coupled"
     return halves(state_folder(quick), temperature, quick, **options, **ON_PAIR)
 
 
@@ -198,6 +208,9 @@ def replayed(
 ) -> Replay:
     """A policy on some requests, by default the unseen half."""
     policy = policy if isinstance(policy, Policy) else parse_policy(policy)
+    before = SAMPLES.get(h.recording)
+    if before is None or len(before.test) < len(h.test):
+        SAMPLES[h.recording] = h
     part = h.trace.select(h.test if places is None else places)
     return run_replay(part, policy, profile, artifacts=find or h.find, per_round=per_round)
 
@@ -229,6 +242,34 @@ def speedup(
     return row(claim, cell, over(other.seconds, one.seconds), cause)
 
 
+def speedup_from(
+    claim: str,
+    cell: str,
+    h: Halves,
+    both: tuple[Policy | Document, Policy | Document],
+    profile: LatencyProfile,
+    begin: int,
+    end: int,
+) -> Document:
+    """A row of the speed of one policy over another's, a token, in the rounds that begin with
+    ``begin`` to ``end`` tokens of a text, of requests that have such."""
+    seconds, tokens, rounds = [], [], []
+    for policy in both:
+        replay = replayed(h, policy, profile, per_round=True)
+        assert replay.rounds is not None
+        assert replay.round_s is not None
+        request, start, emitted = replay.rounds[:, 0], replay.rounds[:, 1], replay.rounds[:, 5]
+        inside = (start >= begin) & (start < end)
+        rounds.append(inside.sum())
+        for sums, of_round in ((seconds, replay.round_s[:, 2]), (tokens, emitted)):
+            sums.append(np.bincount(request, of_round * inside, len(h.test)))
+    there = (tokens[0] > 0) & (tokens[1] > 0)
+    new = seconds[0][there] / tokens[0][there] * tokens[1][there]
+    taus = [t.sum() / n for t, n in zip(tokens, rounds, strict=True)]
+    why = f"{there.sum()} requests; tau {taus[0]:.2f} for {taus[1]:.2f}"
+    return row(claim, cell, over(seconds[1][there], new), why)
+
+
 def _tau_and_round(replay: Replay) -> tuple[float, npt.NDArray[np.float64]]:
     """Tokens a round, and a round's mean seconds: drafting, verification, all."""
     assert replay.round_s is not None
@@ -247,24 +288,37 @@ def executed(
 ) -> Document:
     """A row of the speed of a policy over another's, a token, executed in turns on the same unseen
     requests as their recordings were sampled and verified; it says what replay at this CPU's costs
-    predicts for these."""
-    sides, predicted, profile, passes = [], [], costs(quick)["cpu"], 2
+    predicts for these, and how far each policy's rounds take longer than predicted, by term."""
+    sides, predicted, off, profile, passes = [], [], [], costs(quick)["cpu"], 2
     for h, document in (one, other):
         places, policy = h.test[: 2 if quick else 16], parse_policy(document)
         encoded = encode_recorded(h.pair, [h.trace.trajectories[i] for i in places])
         execute = Executor(h.pair, [policy], encoded, profile=profile, artifacts=h.find)
-        replay = replayed(h, policy, profile, places=places)
+        replay = replayed(h, policy, profile, places=places, per_round=True)
         sides.append((partial(execute, policy.id), replay.counts[:, EMITTED]))
+        plan = prepare_for(h.pair, policy, profile=profile, artifacts=h.find)
+        off.append(_slower(run(h.pair, StaticSource(plan), encoded), replay))
         predicted.append(replay.seconds / replay.counts[:, EMITTED])
     rng, seconds = np.random.default_rng(0), np.zeros((2, len(places), passes))
     for k, n in product(range(passes), range(len(places))):
         for side in rng.permutation(2):
-            run, tokens = sides[side]
-            seconds[side, n, k] = run(n) / tokens[n]
+            one_run, tokens = sides[side]
+            seconds[side, n, k] = one_run(n) / tokens[n]
     ours = finite(Timings(dict(zip("ab", seconds, strict=True))).ratio("a", "b"))
     says = over(predicted[1], predicted[0])[0]
-    why = f"{len(places)} requests; replay says {says:.3f}"
-    return {**row("executed", cell, ours, why), "replayed": says}
+    why = (
+        f"{len(places)} requests; replay says {says:.3f}; rounds executed over predicted: {off[0]}"
+    )
+    return {**row("executed", cell, ours, f"{why}, the baseline's {off[1]}"), "replayed": says}
+
+
+def _slower(decoded: Iterable[Decoded], replay: Replay) -> str:
+    """Seconds of executed rounds over those of the same rounds as replayed, by term."""
+    steps = [step for d in decoded for step in d.steps]
+    took = np.array([[s.draft_s, s.verify_s, s.round_s] for s in steps]).sum(0)
+    assert replay.round_s is not None
+    draft, verify, total = 100 * (took / replay.round_s.sum(0) - 1)
+    return f"{total:+.0f}% (drafting {draft:+.0f}%, verifying {verify:+.0f}%)"
 
 
 def at_equal_tau(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from pairs import chain
 
-from bench.lab import EAGLE_WIDTH, Halves, compare
+from bench.lab import Halves, compare
 from bench.papers.evidence import (
     Document,
     cells,
@@ -25,11 +25,12 @@ from bench.papers.evidence import (
 )
 from bench.papers.replayed import (
     DEPTH,
-    TOP_N,
     analytic,
     both_verifiers,
     classified,
     eagle,
+    fit_classifier,
+    fit_in_bins,
     in_bins,
     random_policies,
     searched,
@@ -37,8 +38,6 @@ from bench.papers.replayed import (
 )
 from bench.papers.shortlists import fit
 from spectune.optimizer.execute import encode_recorded
-from spectune.optimizer.fit.c2t import fit_c2t
-from spectune.optimizer.fit.heterospec import fit_heterospec
 from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
@@ -53,8 +52,7 @@ def heterospec(quick: bool) -> list[Document]:
     rows = []
     for h, draft, cell in _sure_drafts(quick):
         source = tree_source(h.store, h.recording, draft)
-        bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        both = (h, in_bins(draft, bins.artifact)), (h, eagle(draft))
+        both = (h, in_bins(draft, fit_in_bins(h, source).artifact)), (h, eagle(draft))
         rows.append(executed(f"{cell}, cpu", *both, quick))
     return rows
 
@@ -63,7 +61,7 @@ def c2t(quick: bool) -> list[Document]:
     """C2T over EAGLE-2's tree."""
     rows = []
     for h, draft, cell in _sure_drafts(quick):
-        fit = fit_c2t(tree_source(h.store, h.recording, draft), width=EAGLE_WIDTH)
+        fit = fit_classifier(tree_source(h.store, h.recording, draft))
         both = (h, classified(draft, fit.artifact, 0.6)), (h, eagle(draft))
         rows.append(executed(f"{cell}, cpu", *both, quick))
     return rows

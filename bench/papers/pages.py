@@ -9,11 +9,16 @@ from typing import Any, Final, NamedTuple
 
 from bench.labels import short
 from bench.markdown import table
-from bench.papers.claims import CLAIMS, NOT_COMPARABLE, verdict
-from bench.verdicts import MET, NOT_MET, NOT_SHOWN
+from bench.papers.claims import CERTAIN, CLAIMS, NOT_COMPARABLE, verdict
+from bench.verdicts import AGREES, MET, NOT_MET, NOT_SHOWN
 
 Figures = dict[str, Any]
 DRAFTS = ("small", "medium", "head")
+KINDS: Final = {
+    MET: "met", AGREES: "agree", NOT_SHOWN: "not shown", NOT_MET: "not met", CERTAIN: "certain"
+}  # fmt: skip
+"""Verdicts, and how several are counted."""
+JUDGED: Final = (MET, AGREES, NOT_SHOWN, NOT_MET)
 
 
 class Paper(NamedTuple):
@@ -84,11 +89,16 @@ ABOUT = (
     "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
     "intervals (95%) are over requests and do not hold the error of costs. Ratios; below 1 is a "
     "loss, of verified tokens and seconds a gain. Costs: `cpu`, two CPU cores; `h100`, rounds of a "
-    "pair ballasted to 8B; `70b`, a 70B target. A verdict holds the unfavourable end of our "
-    "interval against the smallest gain of the paper's table; what is executed is to have replay's "
+    "pair ballasted to 8B; `70b`, a 70B target. A figure is met where the unfavourable end of our "
+    "interval reaches the smallest gain of the paper's table. It agrees where the interval has a "
+    "part in the paper's range and excludes that nothing is gained. Without an interval, as no "
+    "request changes it, it is certain, and counted apart. What is executed is to have replay's "
     "figure inside its interval. Policies are in short form; `bench/results/papers.json` spells "
     "them out. What is measured, and what is done otherwise: [the papers](../papers.md)."
 )
+
+
+APART = "Ours alone, or what the paper has no figure for, as at temperature 1: no verdict."
 
 
 def rows_of(figures: Figures, paper: str) -> list[Figures]:
@@ -101,17 +111,12 @@ def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ())
     """The page of a paper; ``first``: lines before its tables, which are then the demo pair's."""
     rows = rows_of(figures, paper)
     notes: dict[str, int] = {}
-    groups = _groups(rows)
-    by_draft = {key: group for key, group in groups.items() if "" not in group}
-    alone = {key: group for key, group in groups.items() if "" in group}
-    drafts = [draft for draft in DRAFTS if any(draft in group for group in by_draft.values())]
     lines = [f"# {PAPERS[paper].title}", "", *verdicts(paper, rows), "", *first]
-    lines += ["## The demo pair", ""] if first else []
-    if by_draft:
-        lines += _table(drafts, [_row(key, group, drafts, notes) for key, group in
-                                 by_draft.items()])  # fmt: skip
-    if alone:
-        lines += _table(["ours"], [_row(key, group, [""], notes) for key, group in alone.items()])
+    lines += ["## On the demo pair", ""] if first else []
+    apart = [row for row in rows if verdict(row) == NOT_COMPARABLE]
+    lines += _tables([row for row in rows if verdict(row) != NOT_COMPARABLE], notes)
+    if apart:
+        lines += ["## Held against nothing", "", APART, "", *_tables(apart, notes)]
     if notes:
         lines += ["Notes:", "", *(f"{number}. {why}" for why, number in notes.items()), ""]
     parts = [name for name in figures if name == paper or name.startswith(f"{paper}_")]
@@ -125,8 +130,24 @@ def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ())
         f"{made[name]['code']}"
         for name in parts
     ]
-    about = ["## How it was measured", "", ABOUT, "", *told, *sorted(sources), ""]
+    samples = {f"- {sample}": "" for name in parts for sample in figures[name]["samples"]}
+    about = ["## How it was measured", "", ABOUT, "", *told, *samples, *sorted(sources), ""]
     return "\n".join([*lines, *about])
+
+
+def _tables(rows: Sequence[Figures], notes: dict[str, int]) -> list[str]:
+    """The rows of drafts beside each other, then those of none; new causes go to ``notes``."""
+    groups = _groups(rows)
+    by_draft = {key: group for key, group in groups.items() if "" not in group}
+    alone = {key: group for key, group in groups.items() if "" in group}
+    drafts = [draft for draft in DRAFTS if any(draft in group for group in by_draft.values())]
+    lines = []
+    if by_draft:
+        told = [_row(key, group, drafts, notes) for key, group in by_draft.items()]
+        lines += _table(drafts, told)
+    if alone:
+        lines += _table(["ours"], [_row(key, group, [""], notes) for key, group in alone.items()])
+    return lines
 
 
 def verdicts(paper: str, rows: Sequence[Figures]) -> list[str]:
@@ -155,23 +176,41 @@ def verdicts(paper: str, rows: Sequence[Figures]) -> list[str]:
     return lines
 
 
+def by_saturation(figures: Figures) -> list[str]:
+    """HeteroSpec's gain beside how much of its tree EAGLE-2 accepts."""
+    ours = {(row["claim"], row["cell"]): row["ours"] for row in rows_of(figures, "heterospec")}
+    cells = [cell for claim, cell in ours if claim == "saturation"]
+    rows = []
+    for cell in sorted(cells, key=lambda cell: -ours["saturation", cell][0]):
+        at = "" if ("tau", cell) in ours else " 1"
+        told = ("saturation", cell), (f"tau{at}", cell), (f"speed{at}", f"{cell}, 70b")
+        rows.append((cell, *(figure(ours[key]) for key in told)))
+    about = (
+        "HeteroSpec deepens trees whose every level is accepted, so there is as much to gain as "
+        "EAGLE-2 accepts of its depth + 1 tokens, which falls with the depth. In the paper it "
+        "accepts about 0.67 to 0.86 of them."
+    )
+    columns = ("EAGLE-2's tree", "tau / (depth + 1)", "tau over EAGLE-2's", "speed, 70b")
+    return ["## The gain by the baseline's depth", "", about, "", *table(columns, rows)]
+
+
 def summary(figures: Figures) -> list[tuple[str, ...]]:
     """A row for each paper: a link to its page, and counts of verdicts."""
     rows = []
     for name, paper in PAPERS.items():
         counts = Counter(verdict(row) for row in rows_of(figures, name))
-        each = (str(counts[kind]) for kind in (MET, NOT_SHOWN, NOT_MET))
+        each = (str(counts[kind]) for kind in JUDGED)
         rows.append((f"[{paper.title}](papers/{name}.md)", *each))
     return rows
 
 
 def _word(rows: Sequence[Figures]) -> str:
-    """All verdicts in a word or three."""
-    counts = Counter(verdict(row) for row in rows)
-    half = len(rows) / 2
-    if max(counts.values()) == len(rows):
-        return {MET: "Met", NOT_SHOWN: "Not shown", NOT_MET: "Not met"}[verdict(rows[0])]
-    if counts[MET] > half:
+    """All verdicts in a word or three, but for those that are certain."""
+    counts = Counter(verdict(row) for row in rows if verdict(row) != CERTAIN)
+    half = counts.total() / 2
+    if len(counts) == 1:
+        return KINDS[next(iter(counts))].capitalize()
+    if counts[MET] + counts[AGREES] > half:
         return "Mostly met"
     return "Mostly not met" if counts[NOT_MET] > half else "Met in part"
 
@@ -187,8 +226,7 @@ def _span(low: float, high: float, theirs: str) -> str:
 
 def _counts(rows: Iterable[Figures]) -> str:
     counts = Counter(verdict(row) for row in rows)
-    kinds = ((MET, "met"), (NOT_SHOWN, "not shown"), (NOT_MET, "not met"))
-    return ", ".join(f"{counts[kind]} {name}" for kind, name in kinds if counts[kind])
+    return ", ".join(f"{counts[kind]} {name}" for kind, name in KINDS.items() if counts[kind])
 
 
 def _groups(rows: Iterable[Figures]) -> dict[tuple[str, str, str], dict[str, Figures]]:
@@ -233,7 +271,7 @@ def figure(ours: Sequence[float | None]) -> str:
 def _causes(group: Mapping[str, Figures]) -> Iterable[str]:
     """Why figures are not met, each once: of drafts alike, or one after the other."""
     whys = {draft: short(row["why"]) for draft, row in group.items()
-            if row["why"] and verdict(row) != MET}  # fmt: skip
+            if row["why"] and verdict(row) not in (MET, CERTAIN)}  # fmt: skip
     if len({row["why"] for row in group.values()}) == 1 or "" in whys:
         return dict.fromkeys(whys.values())
     return (f"{draft}: {why}" for draft, why in whys.items())

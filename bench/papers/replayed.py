@@ -13,7 +13,7 @@ in ``.acceptance/halves.db``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,7 +26,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import roc_auc_score
 
 from bench.harness import state_folder
-from bench.lab import CATEGORIES, EAGLE_WIDTH, GAMMA, Halves, halves
+from bench.lab import CATEGORIES, EAGLE_WIDTH, GAMMA, LEVELS, Halves, halves
 from bench.papers.evidence import (
     ACCEPTED,
     EMITTED,
@@ -47,6 +47,7 @@ from bench.papers.evidence import (
     row,
     run_rows,
     speedup,
+    speedup_from,
 )
 from bench.papers.shortlists import dynaspec
 from spectune.demo.corpus import code_documents
@@ -61,15 +62,21 @@ from spectune.optimizer.search import SearchStudy, search
 from spectune.optimizer.spaces import DraftLimits, Space
 from spectune.runtime.perplexity import log_perplexity
 from spectune.runtime.policies.artifacts import CLASSIFIER, FittedArtifact
-from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights
+from spectune.runtime.policies.blocks import TreeGrowth
+from spectune.runtime.policies.c2t import WEIGHTS, ClassifierWeights, read_weights
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.heterospec import FRACTIONS
 from spectune.traces.tables import LatencyProfile
 from spectune.traces.workloads import WorkloadRow, make_workload
 
-DEPTH, TOP_N, ALPHA = 5, 60, 3
-"""EAGLE-2's depth and nodes, and HeteroSpec's alpha, half of the depth rounded up."""
-DEEPEST = 8
+DEPTH, TOP_N = 5, 60
+"""EAGLE-2's depth and nodes."""
+DEPTHS_OF_BASELINES = (5, 7, 8)
+"""Of EAGLE-2's trees under HeteroSpec's: the paper's drafts make 8 passes."""
+DEEPEST = 11
+"""Levels of C2T's trees, and of those that are compared with them."""
+STARTS_OF_C2T = 2000
+"""Starts of texts whose trees a classifier is trained on, of a thousand nodes each."""
 BETAS = (0.3, 0.5, 0.7, 0.9)
 SIZES = (2, 4, 8, 12, 16, 24, 32, 60)
 DEPTHS = (1, 2, 3, 4, 6, 8)
@@ -96,50 +103,79 @@ def eagles(draft: str) -> list[Document]:
 def in_bins(
     draft: str,
     artifact: str,
-    alpha: int = ALPHA,
+    alpha: int | None = None,
     fractions: Sequence[float] = FRACTIONS[0],
+    depth: int = DEPTH,
     **more: Any,
 ) -> Document:
-    """HeteroSpec's tree, with the paper's fractions by default."""
-    stratify = {"artifact": artifact, "alpha": alpha, "fractions": list(fractions)}
-    return eagle(draft, stratify=stratify, **more)
+    """HeteroSpec's tree, with the paper's fractions and alpha by default, half of the depth rounded
+    up. The paper counts bins from 1, policies from 0, so theirs is one less."""
+    alpha = -(-depth // 2) if alpha is None else alpha
+    stratify = {"artifact": artifact, "alpha": alpha - 1, "fractions": list(fractions)}
+    return eagle(draft, depth=depth, stratify=stratify, **more)
 
 
-def all_in_bins(draft: str, artifact: str) -> list[Document]:
-    """HeteroSpec's trees, among which a tuned one is chosen."""
+def fit_in_bins(h: Halves, source: TreeSource, depth: int = DEPTH) -> StoredFit:
+    """Bins as the paper fits them: to the rounds of EAGLE-2's tree, by its score; to every start
+    where too few rounds are fully accepted, as of a deep tree."""
+    policy = eagle(source.trees.forest.draft, depth=depth)
+    places = [h.trace.request_ids.index(name) for name in source.trace.request_ids]
+    rounds = replayed(h, policy, places=places, per_round=True).rounds
+    assert rounds is not None
+    starts = source.trace.offsets[source.trace.order][rounds[:, 0]] + rounds[:, 1]
+    every = replace(source.trees, score="probability")
+    for trees in (replace(every, starts=np.sort(starts)), every):
+        sizes: dict[str, Any] = {"depth": depth, "width": EAGLE_WIDTH, "top_n": TOP_N}
+        bins = fit_heterospec(replace(source, trees=trees), **sizes)
+        if not bins.document["fallback"]:
+            break
+    return bins
+
+
+def all_in_bins(draft: str, artifacts: Mapping[int, str]) -> list[Document]:
+    """HeteroSpec's trees, among which a tuned one is chosen, with bins by the depth that they were
+    fitted at; shallower ones have the first."""
+    shallow = dict.fromkeys((2, 3, 4), min(artifacts.items())[1])
     return [
-        in_bins(draft, artifact, alpha, fractions, top_n=top_n, depth=depth)
-        for depth in (2, 3, 4, 5)
+        in_bins(draft, artifact, alpha, fractions, depth=depth, top_n=top_n)
+        for depth, artifact in (shallow | dict(artifacts)).items()
         for top_n in SIZES[1:]
-        for alpha in (2, 3)
+        for alpha in (2, 3, 4)
         for fractions in FRACTIONS[:2]
     ]
 
 
 def heterospec(quick: bool, temperature: float = 0.0) -> list[Document]:
-    """HeteroSpec over EAGLE-2's tree of the same depth, width and nodes (the paper's baseline);
-    greedy also both of them tuned, and what the paper takes apart."""
+    """HeteroSpec over EAGLE-2's tree of the same depth, width and nodes (the paper's baseline), at
+    several depths; greedy also both of them tuned, and what the paper takes apart."""
     rows = []
     for h, draft, cell in cells(temperature, quick):
         at = " 1" if temperature else ""
-        source = tree_source(h.store, h.recording, draft)
-        bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        why = _low_bins(bins)
-        plain, new = eagle(draft), in_bins(draft, bins.artifact)
-        base, ours = (replayed(h, p).counts.T for p in (plain, new))
-        rows.append(row(f"tau{at}", cell, over(base[ROUNDS], ours[ROUNDS]), why))
-        rows.append(row(f"tokens{at}", cell, over(ours[VERIFIED], base[VERIFIED]), why))
-        for name, profile in costs(quick).items():
-            rows.append(speedup(f"speed{at}", f"{cell}, {name}", h, new, plain, profile))
-            if temperature:
-                continue
-            tuned = (
-                best(h, all_in_bins(draft, bins.artifact), profile),
-                best(h, eagles(draft), profile),
+        source, artifacts = tree_source(h.store, h.recording, draft), dict[int, str]()
+        for depth in DEPTHS_OF_BASELINES:
+            bins = fit_in_bins(h, source, depth)
+            why, place = _low_bins(bins), f"{draft}, depth {depth}, temperature {temperature:g}"
+            plain, new = eagle(draft, depth=depth), in_bins(draft, bins.artifact, depth=depth)
+            base, ours = (replayed(h, p).counts.T for p in (plain, new))
+            saturation = over(base[EMITTED], (depth + 1) * base[ROUNDS])
+            rows.append(
+                row(
+                    "saturation",
+                    place,
+                    saturation,
+                    f"tau {base[EMITTED].sum() / base[ROUNDS].sum():.2f}",
+                )
             )
+            rows.append(row(f"tau{at}", place, over(base[ROUNDS], ours[ROUNDS]), why))
+            rows.append(row(f"tokens{at}", place, over(ours[VERIFIED], base[VERIFIED]), why))
+            for name, profile in costs(quick).items():
+                rows.append(speedup(f"speed{at}", f"{place}, {name}", h, new, plain, profile))
+            artifacts[depth] = bins.artifact
+            if not temperature and depth == DEPTH:
+                rows += _heterospec_ablations(h, draft, bins, quick)
+        for name, profile in costs(quick).items() if not temperature else ():
+            tuned = best(h, all_in_bins(draft, artifacts), profile), best(h, eagles(draft), profile)
             rows.append(speedup("tuned", f"{cell}, {name}", h, *tuned, profile, _against(*tuned)))
-        if not temperature:
-            rows += _heterospec_ablations(h, draft, bins, quick)
     return rows
 
 
@@ -148,7 +184,8 @@ def _low_bins(bins: StoredFit) -> str:
     low = bins.document["statistics"][:3]
     share = 100 * sum(s["share"] for s in low)
     full = 1e4 * sum(s["share"] * s["fully_accepted"] for s in low) / share
-    return f"{share:.0f}% of starts in the three low bins, {full:.0f}% of these fully accepted"
+    rounds = f"{share:.0f}% of {bins.document['starts']} fitted rounds in the three low bins"
+    return f"{rounds}, {full:.0f}% of these fully accepted"
 
 
 def _against(one: Policy, other: Policy) -> str:
@@ -157,11 +194,12 @@ def _against(one: Policy, other: Policy) -> str:
 
 
 def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) -> list[Document]:
-    """Tables 2, 3, 5 and 6, greedy."""
+    """Tables 2, 3, 5 and 6, greedy; the paper's 2 and 3 are of HumanEval, ours of code."""
     profiles, artifact, why = costs(quick), fit.artifact, _low_bins(fit)
+    code = replace(h, test=[i for i in h.test if h.trace.trajectories[i].category == "code"])
     new = in_bins(draft, artifact)
     policies = eagle(draft), in_bins(draft, artifact, fractions=(1.0, 1.0, 1.0)), new
-    plain, deeper, pruned = (replayed(h, p).counts.T for p in policies)
+    plain, deeper, pruned = (replayed(code, p).counts.T for p in policies)
     trees = tree_source(h.store, h.recording, draft).trees
     ranks = bin_rounds(trees, EAGLE_WIDTH, DEPTH, TOP_N, count=STARTS).tcr
     best_quarter = float((ranks[ranks > 0] <= TOP_N / 4).mean())
@@ -171,15 +209,13 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
         row("pruned", draft, over(pruned[VERIFIED], deeper[VERIFIED]), why),
         row("kept", draft, over(deeper[ROUNDS], pruned[ROUNDS]), why),
     ]
-    half = in_bins(draft, artifact, 2, depth=4)
-    for alpha in (1, 3):
-        base = in_bins(draft, artifact, alpha, depth=4)
-        rows.append(speedup(f"alpha {alpha}", f"{draft}, 70b", h, half, base, profiles["70b"]))
+    for alpha in (2, 4):
+        base = in_bins(draft, artifact, alpha)
+        rows.append(speedup(f"alpha {alpha}", f"{draft}, 70b", code, new, base, profiles["70b"]))
     for category, source, others in by_category(h, draft):
-        bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        both = in_bins(draft, bins.artifact), eagle(draft)
-        place = f"{draft}, bins of {category} elsewhere, 70b"
-        rows.append(speedup("domain", place, h, *both, profiles["70b"], places=others))
+        both = in_bins(draft, fit_in_bins(h, source).artifact), eagle(draft)
+        place = f"{draft}, bins of {category} elsewhere, h100"
+        rows.append(speedup("domain", place, h, *both, profiles["h100"], places=others))
     cpu = profiles["cpu"]
     free = {name: table for name, table in cpu.terms.items() if name != f"stratify/{draft}"}
     charged, without = (replayed(h, new, p).seconds for p in (cpu, replace(cpu, terms=free)))
@@ -189,21 +225,24 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
     return rows
 
 
-ADAEDL = (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6)
+ADAEDL = (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
 """Thresholds of AdaEDL's stop, from next to none: its best is to lie inside."""
 
 
 def over_adaedl(
-    h: Halves, draft: str, new: Document, name: str, profile: LatencyProfile
-) -> Document:
-    """HeteroSpec over AdaEDL on EAGLE-2's tree, its threshold tuned."""
+    h: Halves, draft: str, new: Document, depth: int, name: str, profile: LatencyProfile
+) -> list[Document]:
+    """HeteroSpec over AdaEDL on EAGLE-2's tree, its threshold tuned; and that over EAGLE-2's."""
     stops = [{"kind": "entropy", "threshold": t} for t in ADAEDL]
-    policies = [parse_policy(eagle(draft, stop=stop)) for stop in stops]
+    policies = [parse_policy(eagle(draft, depth=depth, stop=stop)) for stop in stops]
     stopped = best(h, policies, profile)
     place = policies.index(stopped)
     edge = ", the edge of its grid" if place in (0, len(ADAEDL) - 1) else ""
-    why = f"the best threshold is {ADAEDL[place]:g}{edge}"
-    return speedup("adaedl", f"{draft}, {name}", h, new, stopped, profile, why)
+    cell, why = f"{draft}, {name}", f"the best threshold is {ADAEDL[place]:g}{edge}"
+    return [
+        speedup("adaedl", cell, h, new, stopped, profile, why),
+        speedup("adaedl tuned", cell, h, stopped, eagle(draft, depth=depth), profile, why),
+    ]
 
 
 def adaedl(quick: bool) -> list[Document]:
@@ -211,9 +250,11 @@ def adaedl(quick: bool) -> list[Document]:
     rows = []
     for h, draft, _ in cells(0.0, quick):
         source = tree_source(h.store, h.recording, draft)
-        fit = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
-        new = in_bins(draft, fit.artifact)
-        rows += [over_adaedl(h, draft, new, *cost) for cost in costs(quick).items()]
+        for depth in DEPTHS_OF_BASELINES:
+            new = in_bins(draft, fit_in_bins(h, source, depth).artifact, depth=depth)
+            for name, profile in costs(quick).items():
+                cost = f"depth {depth}, {name}", profile
+                rows += over_adaedl(h, draft, new, depth, *cost)
     return rows
 
 
@@ -243,6 +284,13 @@ def classified(draft: str, artifact: str, beta: float, depth: int = DEEPEST, **m
     return {"draft": draft, "window": fixed(depth), "growth": growth}
 
 
+def fit_classifier(source: TreeSource) -> StoredFit:
+    """A classifier of EAGLE-2's trees, by its score."""
+    trees = replace(source.trees, score="probability")
+    sizes = {"width": EAGLE_WIDTH, "depth": DEEPEST, "starts": STARTS_OF_C2T}
+    return fit_c2t(replace(source, trees=trees), **sizes)
+
+
 def all_classified(draft: str, artifact: str) -> list[Document]:
     """C2T's trees, among which a tuned one is chosen."""
     return [classified(draft, artifact, beta, depth) for beta in BETAS for depth in DEPTHS]
@@ -259,7 +307,7 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
     rows: list[Document] = []
     for h, draft, cell in cells(temperature, quick):
         source = tree_source(h.store, h.recording, draft)
-        artifact = fit_c2t(source, width=EAGLE_WIDTH).artifact
+        artifact = fit_classifier(source).artifact
         curve, why = tree_curve(h, draft), Ranking.of(h, draft).why(h.find(artifact))
         for beta in (0.4, 0.6, 0.8):
             new = classified(draft, artifact, beta)
@@ -277,29 +325,38 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Nodes of EAGLE-2's trees of unseen requests, and how well classifiers tell the accepted ones
-    (the area under the ROC curve), beside the joint probability, by which EAGLE-2 does."""
+    """Nodes of EAGLE-2's trees of unseen requests, and how well classifiers tell the accepted ones,
+    beside the joint probability, by which EAGLE-2 does."""
 
     nodes: Examples
-    joint: float
 
     @classmethod
     def of(cls, h: Halves, draft: str) -> Ranking:
         trees = RecordedTrees.of(h.trace.select(h.test), draft)
-        nodes = classifier_examples(trees, EAGLE_WIDTH, trees.forest.depth, count=1000)
-        return cls(nodes, roc_auc_score(nodes.accepted, -nodes.joint_code))
+        trees = replace(trees, score="probability")
+        return cls(classifier_examples(trees, EAGLE_WIDTH, DEEPEST, count=500))
 
     def why(self, fitted: FittedArtifact) -> str:
-        weights = ClassifierWeights(**{name: fitted.arrays[name] for name in WEIGHTS})
-        features = self.nodes.joint_code, self.nodes.entropy_code, self.nodes.depth
-        area = roc_auc_score(self.nodes.accepted, weights.confidence(*features))
-        return f"AUC {area:.3f}, by joint probability {self.joint:.3f}"
+        """The area under the ROC curve, and the share of accepted nodes among the best, as many as
+        EAGLE-2's N a tree."""
+        nodes = self.nodes
+        features = nodes.joint_code, nodes.entropy_code, nodes.depth
+        (area, kept), (joint, joint_kept) = map(
+            self._tells, (read_weights(fitted.arrays).confidence(*features), -nodes.joint_code)
+        )
+        recall = f"recall {kept:.0%} of {joint_kept:.0%}"
+        return f"AUC {area:.3f}, by joint probability {joint:.3f}; {recall} at {TOP_N} a tree"
+
+    def _tells(self, scores: np.ndarray) -> tuple[float, float]:
+        accepted, count = self.nodes.accepted, TOP_N * len(np.unique(self.nodes.tree))
+        best = np.argsort(-scores, kind="stable")[:count]
+        return roc_auc_score(accepted, scores), accepted[best].sum() / accepted.sum()
 
 
 def c2t_ablations(quick: bool) -> list[Document]:
     """What the paper takes apart, of each draft, greedy."""
     fits = {
-        draft: fit_c2t(tree_source(h.store, h.recording, draft), width=EAGLE_WIDTH).artifact
+        draft: fit_classifier(tree_source(h.store, h.recording, draft)).artifact
         for h, draft, _ in cells(0.0, quick)
     }
     return [r for draft in fits for r in _c2t_ablations(recorded(0.0, quick), draft, fits)]
@@ -314,8 +371,17 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
         artifact = h.find(name)
         return replace(artifact, document={**artifact.document, "draft": None})
 
+    def tau(artifact: str, beta: float) -> float:
+        policy = classified(draft, artifact, beta)
+        return replayed(h, policy, places=h.fit, find=of_any_draft).total.mean_accepted_length
+
+    of_all = tau(fits[draft], 0.5)
+
     def ablated(claim: str, cell: str, artifact: str, **more: Any) -> Document:
-        new, why = classified(draft, artifact, 0.5, **more), ranking.why(h.find(artifact))
+        """At the beta whose trees reach what those of all features do where both were fitted."""
+        beta = min((0.1, *BETAS, 0.4, 0.6, 0.8), key=lambda b: abs(tau(artifact, b) - of_all))
+        new = classified(draft, artifact, beta, **more)
+        why = f"beta {beta}, {ranking.why(h.find(artifact))}"
         return at_equal_tau(claim, f"{draft}{cell}", h, new, curve, why, of_any_draft)
 
     rows = [
@@ -323,9 +389,9 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
         for other, artifact in fits.items()
         if other != draft
     ]
-    examples = classifier_examples(source.trees, EAGLE_WIDTH, source.trees.forest.depth, count=4000)
+    examples = classifier_examples(source.trees, EAGLE_WIDTH, DEEPEST, count=STARTS_OF_C2T)
     constant = np.ones_like(examples.depth)
-    for name, column in (("entropy_code", 1), ("depth", 2)):
+    for name, column in (("entropy_code", 2), ("depth", 3)):
         weights = train(replace(examples, **{name: constant}))
         weights.w1[:, column] = 0.0  # a constant input is not trained
         rows.append(ablated("two", f", without {name}", _kept(source, weights)))
@@ -335,7 +401,7 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
     rows.append(ablated("cap", "", fits[draft], cap=5))
     for category, part, others in by_category(h, draft):
         elsewhere = replace(h, test=others)
-        artifact = fit_c2t(part, width=EAGLE_WIDTH).artifact
+        artifact = fit_classifier(part).artifact
         new, why = classified(draft, artifact, 0.5), ranking.why(h.find(artifact))
         others_curve, cell = tree_curve(elsewhere, draft), f"{draft}, trained on {category}"
         rows.append(at_equal_tau("texts", cell, elsewhere, new, others_curve, why))
@@ -343,7 +409,7 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
     for kind in ("max_prob", "joint_prob"):
         stops = [
             {"kind": kind, "threshold": t, "keep_last": False}
-            for t in (0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+            for t in (1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
         ]
         stopped = [replayed(h, chain(draft, DEEPEST, stop=stop)) for stop in stops]
         rows.append(at_equal_tau("stops", f"{draft}, {kind}", h, alone, stopped))
@@ -359,6 +425,9 @@ def _kept(source: TreeSource, weights: ClassifierWeights) -> str:
 
 # ------------------------------------------------------------------------- on-the-fly adaptation
 
+LONG, BEGINNING = 256, 48
+"""Tokens of a text, and of its beginning, in which windows know little yet."""
+
 
 def analytic(draft: str, gamma_max: int = 8, history: int = 6) -> Document:
     """Method 1, over the last 6 rounds as in the paper by default."""
@@ -367,10 +436,11 @@ def analytic(draft: str, gamma_max: int = 8, history: int = 6) -> Document:
 
 
 def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
-    """Method 1 over the window 5, over the best window of the other half and over methods 2 to 4;
-    greedy also as the depth of EAGLE-2's trees."""
+    """Method 1 over the window 5, over the best window of the other half and over methods 2 to 4,
+    on texts of usual length, the first two also by tokens since their start; greedy also as the
+    depth of EAGLE-2's trees, on shorter ones."""
     rows = []
-    h, at = recorded_chains(temperature, quick), " 1" if temperature else ""
+    h, at = recorded_chains(temperature, quick, LONG), " 1" if temperature else ""
     for draft in ("small", "medium"):
         for name, profile in costs(quick).items():
             cell, new = f"{draft}, temperature {temperature:g}, {name}", analytic(draft)
@@ -385,10 +455,16 @@ def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
             why = f"at most {both[0].gamma_max} over gamma {both[1].gamma_max}"
             why += f"; the best window of each request, known beforehand, gains {most:.1f}%"
             rows.append(speedup("tuned", cell, h, *both, profile, why))
+            for begin, end in ((0, BEGINNING), (BEGINNING, LONG)):
+                where = f"{cell}, tokens {begin} to {end}", h
+                constant = new, chain(draft, 5)
+                rows.append(speedup_from(f"window{at}", *where, constant, profile, begin, end))
+                rows.append(speedup_from("tuned", *where, both, profile, begin, end))
             other = best(h, others, profile)
             rows.append(speedup("methods", cell, h, new, other, profile, other.window.kind))
     if temperature:
         return rows
+    h = recorded(0.0, quick)
     for draft, (name, profile) in product(h.pair.models, costs(quick).items()):
         new = eagle(draft) | {"window": analytic(draft)["window"]}
         rows.append(speedup("adaptive", f"{draft}, {name}", h, new, eagle(draft), profile))
@@ -528,7 +604,7 @@ def whole_space(h: Halves) -> Space:
         source = tree_source(h.store, h.recording, draft)
         bins = fit_heterospec(source, depth=DEPTH, width=EAGLE_WIDTH, top_n=TOP_N)
         fits = {"stratify": (bins.artifact,)}
-        fits["classifier"] = (fit_c2t(source, width=EAGLE_WIDTH).artifact,)
+        fits["classifier"] = (fit_classifier(source).artifact,)
         limits[draft] = DraftLimits(EAGLE_WIDTH, DEEPEST, fits=fits)
     return Space((*h.pair.models, "ngram"), GAMMA, limits)
 
@@ -547,32 +623,65 @@ def random_policies(space: Space, count: int) -> list[Policy]:
     return [space.suggest(sampled.ask(), *turns[i % len(turns)]) for i in range(count)]
 
 
-def alone(h: Halves, space: Space) -> list[Document]:
+def alone(h: Halves, space: Space) -> list[Policy]:
     """The trees of one mechanism each that its own table is tuned among, and of our score."""
     policies = []
     for draft, limits in space.limits.items():
         (bins,), (classifier,) = limits.fits["stratify"], limits.fits["classifier"]
-        policies += [*eagles(draft), *all_in_bins(draft, bins), *all_classified(draft, classifier)]
-        policies += scored(draft, 1.5, SIZES)
-    return policies
+        policies += [*eagles(draft), *all_in_bins(draft, {DEPTH: bins})]
+        policies += [*all_classified(draft, classifier), *scored(draft, 1.5, SIZES)]
+    return [parse_policy(policy) for policy in policies]
 
 
-def joint(quick: bool) -> list[Document]:
-    """One search over all mechanisms: its best combination over the best policy of one mechanism,
-    of the search or of that mechanism's own table, and what was chosen over the best in hindsight,
-    on the unseen half."""
-    rows = []
-    for temperature, (name, profile) in product((0.0, 1.0), costs(quick).items()):
-        h = recorded(temperature, quick)
-        space = whole_space(h)
+def with_a_second(policy: Policy, space: Space) -> list[Policy]:
+    """A policy with each other mechanism at and around the parameters at which it does next to
+    nothing: a machine of windows around its own, a threshold near 0, a bin of one more level."""
+    plain, gamma, found = policy.spelled_out(), policy.gamma_max, []
+    if policy.window.kind == "fixed":
+        windows = [{"kind": "fsm", "gamma_min": gamma - least} for least in range(min(3, gamma))]
+        windows += [{"kind": "analytic", "history": history} for history in (6, 12, 24)]
+        found += [
+            {"window": {**window, "gamma_max": deepest, "gamma_initial": gamma}}
+            for window, deepest in product(
+                windows, {gamma, *range(gamma, min(gamma + 3, LEVELS + 1))}
+            )
+        ]
+    if policy.stop.kind == "none":
+        kinds, thresholds = ("entropy", "max_prob", "joint_prob"), (1e-3, 3e-3, 0.01, 0.03, 0.1)
+        stops = product(kinds, thresholds)
+        found += [{"stop": {"kind": kind, "threshold": t}} for kind, t in stops]
+    if policy.growth.kind == "top_k" and policy.stratify is None:
+        (bins,) = space.limits[policy.draft].fits["stratify"]
+        found += [
+            {"stratify": {"artifact": bins, "alpha": alpha, "fractions": list(fractions)}}
+            for alpha, fractions in product((1, 2), FRACTIONS[:4])
+        ]
+    return [parse_policy(plain | second) for second in found]
+
+
+def joint(quick: bool, temperature: float = 0.0) -> list[Document]:
+    """The best combination, of a search over all mechanisms or of the best policy of each mechanism
+    and draft with a second one, over the best policy of one mechanism, of that search or of the
+    mechanism's own table; and what the search chose over the best in hindsight, on the unseen half.
+    One reader reads what the recording lacks for both sides."""
+    rows, h = [], recorded(temperature, quick)
+    space = whole_space(h)
+    for name, profile in costs(quick).items():
         study = searched(h, space, profile, quick)
-        groups: dict[str, list[Policy]] = {"one": [], "several": []}
+        groups: dict[str, list[Policy]] = {"one": alone(h, space), "several": []}
         for trial in study.trials:
-            count = len(mechanisms(trial.policy))
+            count = len(mechanisms(trial.policy, temperature))
             if count:
                 groups["one" if count == 1 else "several"].append(trial.policy)
-        cell = f"temperature {temperature:g}, {name}"
-        both = groups["several"][0], best(h, [*alone(h, space), groups["one"][0]], profile)
+        cell, kinds = f"temperature {temperature:g}, {name}", dict[Any, list[Policy]]()
+        for policy in groups["one"]:
+            of = policy.draft, *mechanisms(policy, temperature)
+            kinds.setdefault(of, []).append(policy)
+        singles = [best(h, policies, profile) for policies in kinds.values()]
+        for single in singles if not quick else singles[:2]:
+            if single.draft != "ngram":
+                groups["several"] += with_a_second(single, space)
+        both = best(h, groups["several"], profile), best(h, singles, profile)
         fitted = [replayed(h, p, profile, places=h.fit).seconds for p in both]
         why = f"{_against(*both)}, of {len(groups['several'])} and {len(groups['one'])} tried: "
         why += f"{over(fitted[1], fitted[0])[0]:.3f} where both were chosen"
@@ -590,9 +699,10 @@ def joint(quick: bool) -> list[Document]:
     return rows
 
 
-def mechanisms(policy: Policy) -> set[str]:
+def mechanisms(policy: Policy, temperature: float) -> set[str]:
     """What of the papers a policy uses, and our score."""
-    is_coupled = getattr(policy.growth, "score", "") == "coupled"
+    growth = policy.growth
+    is_coupled = isinstance(growth, TreeGrowth) and growth.is_coupled(sampled=temperature > 0)
     is_plain = policy.growth.kind == "top_k" and policy.stratify is None
     used = {
         "on the fly": policy.window.kind in ("analytic", "fsm", "cache_fsm", "q_learning"),
@@ -620,4 +730,5 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "on_the_fly_choice_sampled": partial(draft_choice, temperature=1.0),
     "verifier": verifier,
     "joint": joint,
+    "joint_sampled": partial(joint, temperature=1.0),
 }

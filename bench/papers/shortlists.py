@@ -1,8 +1,9 @@
-"""DynaSpec's tables: shortlists of 22% of a draft's vocabulary, by replay and on source text.
+"""DynaSpec's tables: shortlists of a draft's vocabulary, by replay and on source text.
 
-:mod:`papers.replayed` runs them. Routers are trained on a million tokens of the text that pairs are
-trained on, orders are counted there; the router selects as many clusters as hold 22% of the tokens
-in the mean, on the half that is fitted to.
+:mod:`papers.replayed` runs them. Routers are trained on tokens of the text that pairs are trained
+on, orders are counted there. On the half that is fitted to, a shortlist's size is chosen where
+FR-Spec keeps what it keeps in the paper; the router selects as many clusters as hold so many tokens
+in the mean.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ import torch
 from pairs import chain
 
 from bench.harness import state_folder
-from bench.lab import EAGLE_WIDTH, Halves
-from bench.papers.evidence import ROUNDS, Document, cells, over, replayed, row
+from bench.lab import CATEGORIES, EAGLE_WIDTH, Halves
+from bench.papers.evidence import GSM8K, ROUNDS, Document, cells, over, replayed, row
 from spectune.demo.corpus import code_documents, prose_documents
 from spectune.optimizer.fit.dynaspec import fit_router, hidden_states
 from spectune.optimizer.fit.fr_spec import fit_fr_spec
-from spectune.runtime.policies.artifacts import ROUTER
-from spectune.runtime.policies.dynaspec import Routing
+from spectune.runtime.policies.artifacts import FREQUENCIES, ROUTER
+from spectune.runtime.policies.dynaspec import Routing, cluster_budget
 from spectune.runtime.policies.fr_spec import Frequencies
 from spectune.runtime.shortlists import Router
 from spectune.traces.tables import Trajectory
-from train_demo.corpus import package_documents
+from train_demo.corpus import corpus, package_documents
 
-SHARE, DEPTH, TOP_N = 0.22, 5, 60
-"""Of the vocabulary, the paper's 28k of 128k; levels and nodes of EAGLE-2's trees."""
-CONTEXTS = 1_000_000
+SHARES, KEPT = (0.15, 0.22, 0.3, 0.4, 0.5), 0.936
+"""Of the vocabulary, among which the first is taken where FR-Spec keeps so much of tau; the paper
+has 28k to 32k of 128k."""
+DEPTH, TOP_N = 5, 60
+"""Levels and nodes of EAGLE-2's trees."""
+CONTEXTS = 120_000
+"""Tokens that a router is trained on."""
 INSTALLED = (Path(sysconfig.get_paths()["purelib"]),)
 DECAY = 2 + 1 / 3 + 1 / 4 + 1 / 5
 """What PA-FR's steps of a chain of 5 evaluate, over k_max."""
@@ -43,21 +48,20 @@ Rows = npt.NDArray[np.bool_]
 def dynaspec(quick: bool, temperature: float = 0.0) -> list[Document]:
     """Table 1, figure 3 and table 4 as mean accepted length; greedy also in trees, table 3 and rare
     tokens."""
-    rows = []
+    rows, at = [], " 1" if temperature else ""
     for h, draft, _ in cells(temperature, quick):
         h = replace(h, test=h.test[: 3 if quick else 60])
         fits = fit(h, draft, quick)
-        size, k = fits.size, fits.clusters
-        frequent, routed = {"artifact": fits.order}, {"artifact": fits.router, "kind": "clusters"}
-        steps = {"k0": 2 * k, "k1": k, "k_min": max(1, 2 * k // 3)}
+        size = fits.size
         decayed = {"kind": "position_frequency", "k_max": round(5 * size / DECAY)}
+        steps = best_budget(h, fits)
         shortlists = {
-            "FR-Spec": {"kind": "frequency", "size": size} | frequent,
-            "DynaSpec": dict.fromkeys(steps, k) | routed,
-            "by step": steps | routed,
-            "PA-FR": decayed | frequent,
+            "FR-Spec": fits.frequency(size),
+            "constant": fits.in_clusters(*[fits.clusters] * 3),
+            "DynaSpec": fits.in_clusters(*steps),
+            "PA-FR": decayed | {"artifact": fits.order},
         }
-        by_step = "{k0}, {k1}, ... {k_min} clusters".format(**steps)
+        by_step = f"{', '.join(str(cluster_budget(t, *steps)) for t in range(DEPTH))} clusters"
         in_order, in_routed = (f"first choice in it {s:.1%}" for s in first_choices(h, fits))
         growth = {"kind": "top_k", "width": EAGLE_WIDTH, "score": "probability"}
         shapes: dict[str, Document] = {"chain of 5": {}}
@@ -66,29 +70,60 @@ def dynaspec(quick: bool, temperature: float = 0.0) -> list[Document]:
         for shape, more in shapes.items():
             whole = chain(draft, DEPTH) | more
             rounds = {"all": replayed(h, whole).counts[:, ROUNDS]}
+            place = f"{draft}, {shape}, temperature {temperature:g}"
             for name, shortlist in shortlists.items():
                 if not more or name != "PA-FR":
                     policy = whole | {"shortlist": shortlist}
                     rounds[name] = replayed(h, policy).counts[:, ROUNDS]
             for claim, base, new, why in (
                 ("frequent", "all", "FR-Spec", f"{size} tokens, {in_order}"),
-                ("full", "all", "DynaSpec", f"{k} clusters, {in_routed}"),
-                ("routed", "FR-Spec", "DynaSpec", f"{in_routed}; FR-Spec's {in_order}"),
-                ("decayed", "DynaSpec", "by step", by_step),
+                ("full", "all", "DynaSpec", by_step),
+                ("routed", "FR-Spec", "DynaSpec", f"{by_step}; FR-Spec's {in_order}"),
+                (
+                    *("decayed", "constant", "DynaSpec"),
+                    f"{by_step} over {fits.clusters}, {in_routed}",
+                ),
                 ("decayed order", "FR-Spec", "PA-FR", f"{decayed['k_max']} tokens at first"),
             ):
                 if new in rounds:
-                    at = f"{draft}, {shape}, temperature {temperature:g}"
-                    rows.append(row(claim, at, over(rounds[base], rounds[new]), why))
+                    ours = over(rounds[base], rounds[new])
+                    rows.append(row(f"{claim}{at}", place, ours, why))
+            for category in CATEGORIES if not temperature else ():
+                of = [h.trace.trajectories[i].category == category for i in h.test]
+                for claim, new in (("frequent", "FR-Spec"), ("full", "DynaSpec")):
+                    ours = over(rounds["all"][of], rounds[new][of])
+                    rows.append(
+                        row(claim, f"{draft}, {shape}, {category}", ours, f"{sum(of)} requests")
+                    )
         if not temperature:
-            rows += [*_masses(h, fits), _rare(h, fits, 40 if quick else 1200)]
+            share = size / h.pair.models[draft].output.rows
+            rows.append(row("share", draft, [share, None, None]))
+            rows += [*_masses(h, fits), _rare(h, fits, 40 if quick else 300)]
     return rows
+
+
+def best_budget(h: Halves, fits: Fits) -> tuple[int, int, int]:
+    """Of equation 3's budgets that hold as many tokens as FR-Spec's shortlist in the mean over a
+    chain's steps, that by which the half that is fitted to has the fewest rounds: k0 is twice k1,
+    k_min a part of it."""
+    means, tried = fits.means, list[tuple[int, tuple[int, int, int]]]()
+    for part in (0.0, 1 / 3, 2 / 3):
+        budgets = [
+            (min(2 * k, len(means)), k, max(1, round(part * k))) for k in range(1, len(means) + 1)
+        ]
+        tokens = [
+            np.mean([means[cluster_budget(t, *b) - 1] for t in range(DEPTH)]) for b in budgets
+        ]
+        budget = budgets[max(0, int((np.array(tokens) <= fits.size).sum()) - 1)]
+        policy = chain(fits.draft, DEPTH) | {"shortlist": fits.in_clusters(*budget)}
+        tried.append((int(replayed(h, policy, places=h.fit[::3]).counts[:, ROUNDS].sum()), budget))
+    return min(tried)[1]
 
 
 @dataclass(frozen=True)
 class Fits:
     """A draft's order and router, and what each evaluates: ``size`` tokens, or ``clusters`` that
-    hold so many in the mean."""
+    hold so many in the mean; ``means``: tokens of so many clusters, from 1."""
 
     draft: str
     order: str
@@ -97,6 +132,13 @@ class Fits:
     frequent: Rows
     size: int
     clusters: int
+    means: npt.NDArray[np.float64]
+
+    def frequency(self, size: int) -> Document:
+        return {"kind": "frequency", "size": size, "artifact": self.order}
+
+    def in_clusters(self, k0: int, k1: int, k_min: int) -> Document:
+        return {"kind": "clusters", "k0": k0, "k1": k1, "k_min": k_min, "artifact": self.router}
 
     def routed(self, scores: torch.Tensor) -> Rows:
         """What is evaluated by the router's scores [n, M], [n, rows]."""
@@ -106,11 +148,14 @@ class Fits:
 
 
 def fit(h: Halves, draft: str, quick: bool) -> Fits:
-    """Fits to the training text, a router unless there is one; how many clusters are as many tokens
-    is read off the half that is fitted to."""
+    """Fits to the training text, a router unless there is one; the size, and how many clusters are
+    as many tokens, are read off the half that is fitted to."""
     names, output = [str(training_text(h.pair.spec.name, quick))], h.pair.models[draft].output
-    where, size = (h.store, h.recording, h.pair), round(SHARE * output.rows)
-    order = fit_fr_spec(*where, corpus=names).artifact
+    where = h.store, h.recording, h.pair
+    stored = h.store.list_artifacts(FREQUENCIES, h.pair.id)
+    same = [a.id for a in stored if h.find(a.id).document.get("corpus") == names]
+    order = same[0] if same else fit_fr_spec(*where, corpus=names).artifact
+    size = _size(h, draft, order)
     about = {"draft": draft, "corpus": names, "contexts": 3000 if quick else CONTEXTS}
     stored = h.store.list_artifacts(ROUTER, h.pair.id)
     same = [a.id for a in stored if about.items() <= h.find(a.id).document.items()]
@@ -118,22 +163,41 @@ def fit(h: Halves, draft: str, quick: bool) -> Fits:
     of_order, of_router = h.find(order), h.find(router)
     rank = Frequencies.from_document(of_order.document, of_order.arrays).rank[output.ids]
     routing = Routing.from_document(of_router.document, of_router.arrays)
-    fits = Fits(draft, order, router, routing, rank.argsort().argsort() < size, size, 1)
+    frequent, none = rank.argsort().argsort() < size, np.zeros(0)
+    fits = Fits(draft, order, router, routing, frequent, size, 1, none)
     texts = [h.trace.trajectories[i] for i in h.fit[::4]]
     scores = torch.cat([contexts(h, fits, _ids(t), len(t.prompt_ids))[1] for t in texts])
     sizes = torch.from_numpy(routing.clusters.sizes)[scores.argsort(dim=-1, descending=True)]
-    means = sizes.cumsum(-1).double().mean(0)
-    return replace(fits, clusters=max(1, int((means <= size).sum())))
+    means = sizes.cumsum(-1).double().mean(0).numpy()
+    return replace(fits, clusters=max(1, int((means <= size).sum())), means=means)
+
+
+def _size(h: Halves, draft: str, order: str) -> int:
+    """Tokens of the first of :data:`SHARES` where FR-Spec keeps :data:`KEPT` of tau, in chains of a
+    part of the requests that are fitted to; the last where none does."""
+    whole, places = chain(draft, DEPTH), h.fit[::3]
+    rounds = replayed(h, whole, places=places).total.rounds
+    for share in SHARES:
+        size = round(share * h.pair.models[draft].output.rows)
+        shortlist = {"kind": "frequency", "size": size, "artifact": order}
+        if (
+            rounds / replayed(h, whole | {"shortlist": shortlist}, places=places).total.rounds
+            >= KEPT
+        ):
+            break
+    return size
 
 
 def training_text(pair: str, quick: bool) -> Path:
-    """What a pair was trained on of installed packages, in JSON lines: the demo pair the standard
-    library alone."""
+    """What a pair was trained on, in JSON lines: the standard library, installed packages (not the
+    demo pair) and GSM8K's training split, which ``--gsm8k`` names; the last two not if quick."""
     path = state_folder(quick) / f"corpus-{pair}.jsonl"
     if not path.exists():
         texts = [*code_documents(False), *prose_documents(False)]
-        if pair != "demo" and not quick:
-            texts += package_documents(INSTALLED, False)
+        if not quick:
+            if GSM8K["file"] is None:
+                raise SystemExit("--gsm8k FILE: its training split is part of what pairs read")
+            texts, _ = corpus(GSM8K["file"], () if pair == "demo" else INSTALLED)
         path.write_text("".join(json.dumps({"text": t.text}) + "\n" for t in texts))
     return path
 
