@@ -613,7 +613,7 @@ def searched(h: Halves, space: Space, profile: LatencyProfile, quick: bool) -> S
     """A search on the half that is fitted to. It may read what the recording lacks, as those may
     that its choice is held against."""
     part = h.trace.select(h.fit)
-    return search(part, profile, space, trials=8 if quick else 600, artifacts=h.find)
+    return search(part, profile, space, trials=8 if quick else 300, artifacts=h.find)
 
 
 def random_policies(space: Space, count: int) -> list[Policy]:
