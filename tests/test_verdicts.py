@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import lab, report, verdicts
-from bench.papers import claims
+from bench.papers import claims, pages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,6 +78,13 @@ def test_every_figure_of_a_paper_says_where_it_is_from() -> None:
             value, low, high = r["ours"]
             assert low is None or high is None or low <= value <= high, r
             assert part["costs"] or not r["cell"].endswith((", h100", ", 70b")), r
+
+
+def test_heterospecs_gain_stands_beside_how_much_of_its_tree_is_accepted() -> None:
+    rows = [r for r in pages.by_saturation(report.load("papers")) if "depth 8" in r or "| med" in r]
+    accepted = [float(row.split(" | ")[1].split()[0]) for row in rows]
+    assert accepted == sorted(accepted, reverse=True)
+    assert len({row.split(",")[0] for row in rows}) == 3
 
 
 def test_what_no_paper_measures_has_no_verdict() -> None:
