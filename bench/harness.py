@@ -41,6 +41,7 @@ MEASUREMENTS = {
     "speed": "checks.speed",
     "batches": "checks.batches",
     "load_native": "checks.load_native",
+    "rules": "checks.rules",
     "real": "checks.real",
     "real_tuned": "checks.real_tuned",
     "papers": "papers.replayed",

@@ -49,6 +49,7 @@ from spectune.runtime.profiling.measure import measure_profile
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import LatencyProfile
 
 RESULT = "load-native"
 FIXED = {"kind": "fixed", "gamma": 4}
@@ -114,20 +115,21 @@ def classifier_of(size: Size, sampling: Sampling, draft: str, quick: bool) -> st
 # ---------------------------------------------------------------------------------------- executed
 
 
+def steps_profile(pair: LoadedPair, trace: ReplayTrace, seats: int) -> LatencyProfile:
+    """What steps of up to so many requests cost here, measured on a trace's texts."""
+    texts = trace.trajectories
+    contexts = served_contexts(texts)
+    about: dict[str, Any] = {"gamma_max": 8, "texts": whole_texts(texts), "contexts": contexts}
+    return measure_profile(pair, requests=seats, most=2, **about)
+
+
 def executed(quick: bool) -> dict[str, Any]:
     """Tokens/s as predicted and as executed, by policy and clients."""
     size = QUICK if quick else FULL
     _, pair, trace = opened(size, Sampling(), "executed", quick)
     texts = trace.trajectories
     seats = max(size.clients)
-    profile = measure_profile(
-        pair,
-        gamma_max=8,
-        requests=seats,
-        texts=whole_texts(texts),
-        contexts=served_contexts(texts),
-        most=2,
-    )
+    profile = steps_profile(pair, trace, seats)
     engine = DecoderEngine(pair, seats, profile=profile)
     prompts = [
         Prompt("", t.category, tuple(t.prompt_ids.tolist()), seeded_as=t.request_id) for t in texts
@@ -247,7 +249,7 @@ def costs_at(hardware: Hardware, policies: int, drafts: int, *, prompts: bool) -
     )
 
 
-def kinds(draft: str, classifier: str) -> dict[str, list[Policy]]:
+def kinds(draft: str, classifier: str = "none") -> dict[str, list[Policy]]:
     """What is chosen among, by kind."""
     chains = [{"draft": draft, "window": {"kind": "fixed", "gamma": n}} for n in range(1, 9)]
     stops = [
@@ -289,7 +291,7 @@ class Played(NamedTuple):
     trace: ReplayTrace
     pair: LoadedPair
     hardware: Hardware
-    artifacts: Artifacts
+    artifacts: Artifacts | None
 
     def __call__(self, policy: Policy, texts: Sequence[int], load: Load) -> float:
         plan = prepare(policy, self.pair.draft_names, artifacts=self.artifacts)
