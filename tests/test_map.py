@@ -42,9 +42,10 @@ def test_a_cell_of_the_grid_is_what_a_replay_by_its_costs_gives(
     kinds = {the_map.mechanism(one.policy) for one in of_draft.tried}
     assert {"nothing", "chain", "window", "tree"} <= kinds
     for cost, slope in ((0.05, 0.003), (0.2, 0.1)):
-        profile = costs.grid_profile(halves.pair.id, draft, 4096, cost, slope)
         cells = of_draft.grid_seconds(cost, slope)
         for one, seconds in zip(of_draft.tried, cells, strict=True):
+            how = cost, slope, costs.beside_passes(one.policy)
+            profile = costs.grid_profile(halves.pair.id, draft, 4096, *how)
             replay = run_replay(halves.trace, one.policy, profile, approximate=True)
             np.testing.assert_allclose(seconds, replay.seconds, err_msg=one.name)
     # autoregression takes a pass a token

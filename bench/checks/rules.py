@@ -38,6 +38,7 @@ from bench.checks.load_native import (
 from bench.harness import say
 from spectune.engines.engine import Load
 from spectune.optimizer.decoder_engine import LoadQueue
+from spectune.optimizer.execute import Encoded, encode_recorded, warm
 from spectune.optimizer.replay.batch_costs import BatchCosts, StepRows, batch_costs, batch_seconds
 from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.replay_trace import ReplayTrace
@@ -48,10 +49,9 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PROMPT_TOKENS, StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
+from spectune.runtime.policies.plan import Plan, prepare
 from spectune.traces.cost_table import FloatArray
-from spectune.traces.schema import NAT_SCALE, Request, Sampling
-from spectune.traces.tables import Trajectory
+from spectune.traces.schema import NAT_SCALE, Sampling
 
 RESULT = "rules"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -86,6 +86,10 @@ class Rule:
 
     def tell(self, starts: Ints, verified: Ints, accepted: Ints) -> None:
         """Learns nothing by default."""
+
+    def table(self, draft: str) -> Policy:
+        """What is in force for each batch size now, of one that the native decoder can run."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -166,7 +170,6 @@ class Average(Rule):
         self._slot(len(starts)).update(accepted, alpha=0.2, every=5, warmup=10)
 
     def table(self, draft: str) -> Policy:
-        """What is in force for each batch size now."""
         gamma = {str(size): slot.steps for size, slot in self.slots.items()}
         return parse_policy({"draft": draft, "window": {"kind": "by_load", "gamma": gamma}})
 
@@ -487,13 +490,15 @@ def executed(quick: bool) -> dict[str, Any]:
     by = choose(bench, fit, trees)
     cells = [(n, rule) for n in EXECUTED for rule in by]
     speeds: dict[tuple[int, str], list[float]] = {cell: [] for cell in cells}
-    texts, rng = [trace.trajectories[i] for i in test], np.random.default_rng(0)
+    encoded = encode_recorded(pair, [trace.trajectories[i] for i in test])
+    warm(pair, encoded)
+    rng = np.random.default_rng(0)
     for turn in range(size.passes):
         say(f"pass {turn + 1} of {size.passes}")
         for at in rng.permutation(len(cells)):
             n, rule = cells[at]
-            count = max(2 * n, len(texts))
-            speeds[n, rule].append(decode(pair, by[rule](n), texts, n, count, seats))
+            count = max(2 * n, len(test))
+            speeds[n, rule].append(decode(pair, by[rule](n), encoded, n, seats, count))
     rows = [
         {
             "clients": n, "rule": rule, "tokens_per_s": of,
@@ -508,39 +513,32 @@ def executed(quick: bool) -> dict[str, Any]:
 def decode(
     pair: LoadedPair,
     what: Policy | Rule,
-    texts: Sequence[Trajectory],
+    encoded: Encoded,
     clients: int,
-    count: int,
     seats: int,
+    count: int = 0,
 ) -> float:
-    """Tokens/s of requests that clients send; a rule puts its table in force after each step."""
-    rule = deepcopy(what)
+    """Tokens/s of as many requests that clients send (0: each once), as the native decoder serves
+    them; a rule puts its table in force after each step."""
+    rule, plans = deepcopy(what), dict[Policy, Plan]()
 
-    @cache
-    def plan(policy: Policy) -> Any:
-        return prepare(policy, pair.draft_names)
+    def plan() -> Plan:
+        policy = rule if isinstance(rule, Policy) else rule.table(DRAFT)
+        return plans.setdefault(policy, prepare(policy, pair.draft_names))
 
-    def wanted() -> Policy:
-        return rule.table(DRAFT) if isinstance(rule, Average) else what
-
-    source = StaticSource(plan(wanted()))
+    source, asked = StaticSource(plan()), [request for _, request in encoded.items]
     decoder = Decoder(pair, source, seats=seats)
-    requests = []
-    for n in range(count):
-        t = texts[n % len(texts)]
-        item = Request(f"{n}", t.category)
-        made = decoder.request(item, t.prompt_ids.tolist(), t.sampling, t.max_new_tokens, drafts=())
-        requests.append(replace(made, seed=0))  # texts are greedy
+    requests = [replace(asked[n % len(asked)], id=f"{n}") for n in range(count or len(asked))]
     queue, tokens = LoadQueue(requests, Load(clients)), 0
     for rounds in decoder.steps(queue):
         tokens += sum(len(one.tokens) for one in rounds)
         for one in rounds:
             if one.finish is not None:
                 queue.answered()
-        if isinstance(rule, Average):
+        if isinstance(rule, Rule):
             accepted = np.array([one.step.accepted for one in rounds])
             rule.tell(accepted, accepted, accepted)
-            source.prepared = plan(rule.table(DRAFT))
+            source.prepared = plan()
     return tokens / (queue.clock() - queue.began)
 
 

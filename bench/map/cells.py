@@ -3,14 +3,14 @@ batch and recording.
 
     python bench/run.py map [--quick]
 
-A cell of the grid prices recorded rounds by two numbers, both as parts of the target's pass over
-one token: what a pass of the draft takes, and what every further token of a pass takes (of either
-model, at any batch). Rounds do not depend on prices unless a window reads them, so a policy is
-replayed once, and a cell is a sum over stored counts. Cells of named hardware replay with its
-profile. In each cell the best policy of every mechanism is chosen on the requests of the fit half
-and compared on the others, with 95% intervals over requests (bootstrap). What is counted is
-decoding; prompts are not. Several requests at a time are served by the serving simulator, which has
-chains alone."""
+A cell of the grid prices recorded rounds by two numbers, both as parts of a round without a draft:
+what a pass of the draft takes, and what every further token of a pass takes (of either model, at
+any batch). What trees take beside their passes is a GPU's. Rounds do not depend on prices unless a
+window reads them, so a policy is replayed once, and a cell is a sum over stored counts. Cells of
+named hardware replay with its profile. In each cell the best policy of every mechanism is chosen on
+the requests of the fit half and compared on the others, with 95% intervals over requests
+(bootstrap). What is counted is decoding; prompts are not. Several requests at a time are served by
+the serving simulator, which has chains alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pairs import fixed, top_k
 
 from bench.harness import say, state_folder
 from bench.lab import CATEGORIES, Halves, halves
-from bench.map.costs import Floats, flat, grid_profile, named, price
+from bench.map.costs import Floats, beside_passes, flat, grid_profile, named, price
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Load
 from spectune.optimizer.fit.for_tuning import fit_drafts
@@ -43,7 +43,7 @@ from spectune.traces.tables import LatencyProfile
 
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.2)
 SLOPES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
-BATCHES = (8, 32)
+BATCHES = (8, 16, 32)
 TEMPERATURES = (0.0, 1.0)
 REQUESTS = 120
 GAMMAS = tuple(range(9))
@@ -232,10 +232,14 @@ class Drafted:
     def grid_seconds(self, cost: float, slope: float) -> Floats:
         """Of every policy and request in a cell of the grid, [policies, requests]."""
         seconds = self.counts @ price(self.draft, cost, slope)
-        profile = grid_profile(self.halves.pair.id, self.draft, self.rows, cost, slope)
         for n, one in enumerate(self.tried):
+            beside = beside_passes(one.policy)
             if one.policy.needs_profile:
+                how = self.draft, self.rows, cost, slope, beside
+                profile = grid_profile(self.halves.pair.id, *how)
                 seconds[n] = one.seconds(self.halves.find, profile)
+            else:
+                seconds[n] += beside * self.counts[n, :, 0]
         return seconds
 
     def seconds(self, profile: LatencyProfile) -> Floats:
@@ -269,9 +273,9 @@ def judged(
     """A cell: the winner, by how much over the best tuned chain and over nothing, and two papers
     together over the best of one. The ``verdict`` is what is faster than all simpler beyond noise:
     from nothing on it is the best chain, then the best tree, then the winner if that is faster than
-    the verdict so far; its ``speed`` is over nothing, its ``gain`` over the best chain. ``seconds``
-    [policies, requests]; ratios are of speeds on the half that chose nothing, with 95%
-    intervals."""
+    the verdict so far; its ``speed`` is over nothing, its ``gain`` over the best chain, its
+    ``gain_tree`` over the best plain tree; ``best`` is its policy. ``seconds`` [policies,
+    requests]; ratios are of speeds on the half that chose nothing, with 95% intervals."""
     fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
     best = best_of_each(seconds[:, fit], tried)
     speeds = {name: 1 / seconds[n, fit].sum() for name, n in best.items()}
@@ -292,9 +296,12 @@ def judged(
         "over_nothing": ratio(winner, "nothing"),
         "chain": tried[best["chain"]].name,
         "verdict": verdict,
+        "best": tried[best[verdict]].name,
         "speed": ratio(verdict, "nothing"),
         "gain": ratio(verdict, "chain"),
     }
+    if trees := [m for m in ("tree", "own score") if m in speeds]:
+        cell["gain_tree"] = ratio(verdict, max(trees, key=lambda m: speeds[m]))
     if "two" in speeds:
         alone = max((m for m in MECHANISMS[4:8] if m in speeds), key=lambda m: speeds[m])
         cell["two"] = [tried[best["two"]].name, *ratio("two", alone)]
@@ -348,6 +355,7 @@ class Served:
     """Chains of a draft under a load, on the fit half [gammas, n] and on draws of the other
     [draws, gammas, n]: of n = 4 counts (:func:`steps_of`), or of n = 1, seconds."""
 
+    draft: str
     fit: Floats
     draws: Floats
 
@@ -375,21 +383,29 @@ class Served:
             return [np.array([s]) if profile else counts for counts, s in each]
 
         orders = [rng.choice(test, len(test)) for _ in range(RESERVED)]
-        return cls(np.array(serve_all(fit)), np.array([serve_all(order) for order in orders]))
+        return cls(draft, np.array(serve_all(fit)), np.array([serve_all(o) for o in orders]))
 
     def cell(self, prices: Floats) -> dict[str, Any]:
-        """The best window on the fit half, how much faster it is than nothing on draws of the other
-        (the median: when the last requests end depends on their order), and that trees have no
-        runtime."""
+        """The best window on the fit half, and how much faster it is than nothing on draws of the
+        other (the median: when the last requests end depends on their order); ``loaded``, of the
+        grid: what a draft that is loaded and proposes nothing leaves of that speed, if it reads
+        every step's tokens."""
         best = int(np.argmin(self.fit @ prices))
         drawn = (self.draws[:, 0] @ prices) / (self.draws[:, best] @ prices)
         speed = np.quantile(drawn, (0.5, 0.025, 0.975)).round(4).tolist()
-        pays = speed[1] > 1
+        pays, cell = speed[1] > 1, {}
+        if len(prices) > 1:
+            steps, further = self.fit[0, :2]
+            reading = np.array([0.0, 0.0, steps, further]) @ prices
+            none = float(self.fit[0] @ prices)
+            cell = {"loaded": round(none / (none + float(reading)), 4)}
+        policy = f"{self.draft} fixed(gamma={GAMMAS[best]})"
         return {
-            "policy": f"fixed(gamma={GAMMAS[best]})",
+            "policy": policy,
+            "best": policy if pays else "autoregressive",
             "verdict": "chain" if pays else "nothing",
             "speed": speed if pays else [1.0, 1.0, 1.0],
-            "trees": "no runtime",
+            **cell,
         }
 
 

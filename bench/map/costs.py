@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from bench.lab import GAMMA, Halves
 from bench.map.roofline import roofline, shape_of
 from spectune.optimizer.profiles import profile_for
 from spectune.runtime.costs import RoundKind, pass_seconds
+from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import CostTable
 from spectune.traces.tables import LatencyProfile
 
@@ -49,11 +51,38 @@ def flat(
     return LatencyProfile(pair, "grid", "", tables)
 
 
-def grid_profile(pair: str, draft: str, rows: int, cost: float, slope: float) -> LatencyProfile:
-    """The profile of a cell of the grid, in passes of the target over one token."""
+def grid_profile(
+    pair: str, draft: str, rows: int, cost: float, slope: float, beside: float = 0.0
+) -> LatencyProfile:
+    """The profile of a cell of the grid, in rounds without a draft; rounds of trees, and of a
+    head's chains, take ``beside`` more."""
     share = head_share(draft)
     terms = {"target": (1.0, slope), "pass": (cost * (1 - share), cost * slope)}
-    return flat(pair, draft, rows, {**terms, "head": (0.0, cost * share)})
+    profile = flat(pair, draft, rows, {**terms, "head": (0.0, cost * share)})
+    tree = {f"tree round/{draft}": CostTable((beside,))}
+    return replace(profile, terms={**profile.terms, **tree})
+
+
+def beside_passes(policy: Policy) -> float:
+    """What a round of a policy takes beside its passes, in rounds without a draft: of trees, and of
+    a head's chains, as the newest GPU that was measured has it."""
+    chain, tree = _beside()
+    if policy.speculates and policy.is_tree:
+        return tree
+    return chain if policy.draft == "head" else 0.0
+
+
+@cache
+def _beside() -> tuple[float, float]:
+    """Of a head's chain and of a tree."""
+    found = [json.loads(f.read_text())["rounds"] for f in RESULTS.glob("gpu-nvidia-*.json")]
+    rows = {row["policy"]: row for row in max(found, key=lambda rounds: rounds["measured"])["rows"]}
+    plain, chain = rows["autoregression"], rows["head, gamma 4"]
+    tree = rows["head, tree 8 wide, 4 levels, N 60"]
+    drafting = tree["draft ms"] - chain["draft ms"]
+    more = (chain["rest ms"], tree["rest ms"] + drafting)
+    first, second = (max(0.0, (x - plain["rest ms"]) / plain["round ms"]) for x in more)
+    return first, second
 
 
 def head_share(draft: str) -> float:
@@ -87,7 +116,9 @@ class Named:
         context, rows = self.profile.usual_context, np.array([1.0, 61.0])
         first, last = self.profile.seconds("target", rows=rows, context=np.full(2, context))
         one = pass_seconds(self.profile, RoundKind(draft), np.array([context]), rows[:1])
-        return round(float(one[0, 0] / first), 4), round(float((last / first - 1) / 60), 5)
+        rest = self.profile.seconds("round") if "round" in self.profile.terms else 0.0
+        step = first + float(rest)
+        return round(float(one[0, 0] / step), 4), round(float((last - first) / step / 60), 5)
 
 
 def without_prompts(profile: LatencyProfile) -> LatencyProfile:
@@ -154,8 +185,8 @@ def _on_gpus(pair: str) -> Iterator[Named]:
             verify = tuple(1e-3 * row["verify ms"] for row in (plain, chain, tree))
             terms = {
                 "target": CostTable(verify, ("rows",), ((1.0, tokens + 1.0, 61.0),)),
-                "round": CostTable((1e-3 * chain["rest ms"],)),
-                f"tree round/{draft}": CostTable((1e-3 * (tree["rest ms"] - chain["rest ms"]),)),
+                "round": CostTable((1e-3 * plain["rest ms"],)),
+                f"tree round/{draft}": CostTable((1e-3 * (tree["rest ms"] - plain["rest ms"]),)),
             }
             profile = flat(pair, draft, ROWS, {"pass": (1e-3 * chain["draft ms"] / tokens, 0.0)})
             profile = replace(profile, terms={**profile.terms, **terms})

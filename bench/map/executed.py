@@ -30,7 +30,7 @@ from bench.map.cells import (
 from bench.map.costs import Named, named
 from spectune.optimizer.execute import encode_recorded
 from spectune.optimizer.fit.for_tuning import fit_drafts
-from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.profiles import prediction_spread, profile_for
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
@@ -46,8 +46,9 @@ EXECUTED = (
 
 def executed(quick: bool) -> dict[str, Any]:
     """Cells of this machine executed, after its costs are measured, on requests that chose nothing,
-    and what tunings executed on GPUs. Predicted intervals are of draws of as many requests as were
-    executed."""
+    and what tunings executed on GPUs. What is predicted is of the very requests that are executed,
+    and its interval what the profile's check says of a ratio; on GPUs they were others, and
+    intervals are of draws of as many requests."""
     state = state_folder(quick)
     rows, greedy = [], recording(state, 0.0, quick)
     profile = measured(greedy.store, greedy.pair, greedy.recording)
@@ -115,10 +116,11 @@ def _executed(
         for kind, policy in policies.items()
     }
     title = f"{name}, {draft}, {category}, temperature {text.sampling.temperature:g}"
-    rows = []
+    rows, off = [], np.exp(1.96 * prediction_spread(profile, trees=True))
     for kind in SHOWN:
-        one, other = (seconds[best[m], test] for m in (kind, "nothing"))
-        predicted, share = times_as_fast(one, other, len(places)), totals["nothing"] / totals[kind]
+        one, other = (seconds[best[m], places].sum() for m in (kind, "nothing"))
+        predicted = np.round(other / one * np.array([1.0, 1 / off, off]), 4).tolist()
+        share = totals["nothing"] / totals[kind]
         rows.append(_row(title, policies[kind].label(), predicted, share))
     return rows
 
