@@ -50,7 +50,6 @@ MEASUREMENTS = {
     "papers_executed": "papers.executed",
     "map": "map.cells",
     "map_executed": "map.executed",
-    "map_blind": "map.blind",
     "served": "served",
     "load": "served.load",
     "serve_load": "serve.load",

@@ -1,135 +1,199 @@
-"""Cells of the map executed: of this machine, of this machine under a pair with ballast, and what
-tunings executed on GPUs.
+"""Cells of the map executed: of this machine, blind, and what tunings executed on GPUs.
 
-    python bench/run.py map_executed [--quick]
+    python bench/run.py map_executed [--only blind|executed] [--quick]
+
+``blind``: twelve cells, drawn by a seed before anything was run, on requests that the map has not
+read. Eight cells are of one request at a time: a draft, a temperature, a category; four of 8 to 32
+clients, of all categories. Costs are a profile that is measured just before. The verdict is the
+map's (of several clients: of chains and trees, served by replay); it, what would be next and no
+draft are executed in turns on 40 requests. It is right where it is faster than no draft beyond
+noise, or not to draft was right, and what is next is not faster than it beyond noise.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import product
 from typing import Any
 
 import numpy as np
-import torch
 from pairs import fixed, top_k
 
 from bench import RESULTS
-from bench.gpu.ballast import TINY, Shape, build
-from bench.harness import state_folder
-from bench.lab import Halves, compare, measured
+from bench.checks.load_native import kinds
+from bench.checks.rules import decode
+from bench.harness import say, state_folder
+from bench.lab import CATEGORIES, Halves, compare, interval_of, requests
 from bench.map.cells import (
+    REQUESTS,
+    TEMPERATURES,
     Drafted,
     best_of_each,
     categories,
+    judged,
     recording,
     store,
     times_as_fast,
 )
-from bench.map.costs import Named, named
-from spectune.optimizer.execute import encode_recorded
+from bench.map.costs import named
+from spectune.engines.engine import Load
+from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
-from spectune.optimizer.profiles import prediction_spread, profile_for
+from spectune.optimizer.profiles import profile_for
+from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.fast_replay import run_replay
-from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
+from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
+from spectune.runtime.policies.plan import prepare
 from spectune.traces.tables import LatencyProfile
 
-EXECUTED = (
-    *((0.0, "medium", "code"), (0.0, "head", "math"), (0.0, "small", "prose")),
-    *((1.0, "medium", "math"), (1.0, "head", "code")),
-)
-"""Temperature, draft and category of the cells of this machine that are executed."""
+SEED = 6820261128
+DRAFTS, CLIENTS = ("small", "medium", "head"), (8, 16, 32)
+ALONE, TOGETHER, EXECUTED = 8, 4, 40
+"""Cells of one request at a time and of several, and requests that each executes."""
+DRAWS = 40
+
+Cell = tuple[float, str, str, int]
 
 
-def executed(quick: bool) -> dict[str, Any]:
-    """Cells of this machine executed, after its costs are measured, on requests that chose nothing,
-    and what tunings executed on GPUs. What is predicted is of the very requests that are executed,
-    and its interval what the profile's check says of a ratio; on GPUs they were others, and
-    intervals are of draws of as many requests."""
-    state = state_folder(quick)
-    rows, greedy = [], recording(state, 0.0, quick)
-    profile = measured(greedy.store, greedy.pair, greedy.recording)
-    for temperature, draft, category in EXECUTED[: 1 if quick else None]:
-        h = recording(state, temperature, quick)
-        rows += _executed("demo", h, h.pair, profile, draft, category, quick)
-    rows += _under_ballast(greedy, state / "ballast-cpu", quick)
-    return {"rows": rows + _on_gpus(greedy)}
+def drawn() -> list[Cell]:
+    """(temperature, draft, category, clients) of the twelve cells."""
+    rng = np.random.default_rng(SEED)
+    alone = list(product(TEMPERATURES, DRAFTS, CATEGORIES, (1,)))
+    together = list(product(TEMPERATURES, DRAFTS, ("all",), CLIENTS))
+    return [
+        of[i]
+        for of, count in ((alone, ALONE), (together, TOGETHER))
+        for i in rng.choice(len(of), count, replace=False).tolist()
+    ]
 
 
-BALLAST = {
-    "target": Shape(768, 8, 2048, 24, 6),
-    "head": Shape(768, 1, 2048, 24, 6),
-}
-"""A target of 50 million weights and a head: rounds that cost otherwise than the demo's."""
+def blind(quick: bool) -> dict[str, Any]:
+    """A row of each cell."""
+    state, cells = state_folder(quick), drawn()
+    recordings = {t: recording(state, t, quick) for t in TEMPERATURES}
+    h = recordings[0.0]
+    most: dict[str, Any] = {"gamma_max": 8, "requests": 4 if quick else max(CLIENTS)}
+    texts, since = h.trace.trajectories, datetime.now(UTC)
+    names = tuple(h.pair.draft_names)
+    profile = profile_for(h.store, h.pair, names, trajectories=texts, since=since, **most)
+    rows = []
+    for cell in [cells[0], cells[-1]] if quick else cells:
+        temperature, draft, category, clients = cell
+        of = _alone if clients == 1 else _together
+        row = of(recordings[temperature], cell, profile, quick)
+        key = {"temperature": temperature, "draft": draft, "category": category, "clients": clients}
+        rows.append({**key, **row})
+        say(str(rows[-1]))
+    return {"seed": SEED, "check": profile.check, "rows": rows}
 
 
-def _under_ballast(h: Halves, folder: Path, quick: bool) -> list[dict[str, Any]]:
-    """Cells of the demo's texts at this machine's cost of a larger pair."""
-    file = folder / "pair.json"
-    if not file.exists():
-        folder.mkdir()
-        shapes = {name: TINY[name] for name in BALLAST} if quick else BALLAST
-        build(folder, shapes, "cpu", torch.float32)
-    pair = load_pair(read_pair(str(file)), device="cpu")
-    texts = h.trace.trajectories
-    profile = profile_for(h.store, pair, ("head",), gamma_max=8, trajectories=texts)
-    profile = replace(profile, pair_id=h.pair.id)  # replayed on the demo's recording
-    cost, slope = Named("", "", "", ("head",), profile).place("head")
-    title = f"ballast, draft cost {cost:.1%}, slope {slope:.2%}"
-    return _executed(title, h, pair, profile, "head", "code", quick)
-
-
-def _row(cell: str, policy: str, predicted: list[float], share: float) -> dict[str, Any]:
-    """A policy's speed over no speculation."""
-    inside = predicted[1] <= share <= predicted[2]
-    executed = {"executed": round(share, 4), "inside": inside}
-    return {"cell": cell, "policy": policy, "predicted": predicted, **executed}
-
-
-def _executed(
-    name: str,
-    h: Halves,
-    pair: LoadedPair,
-    profile: LatencyProfile,
-    draft: str,
-    category: str,
-    quick: bool,
-) -> list[dict[str, Any]]:
-    """The best chain, tree and classifier of a cell beside no speculation, executed in turns by a
-    pair of the recording's texts, prompts included."""
+def _alone(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> dict[str, Any]:
+    """A cell of one request at a time."""
+    _, draft, category, _ = cell
     limits = fit_drafts(h.store, h.pair, h.recording, [draft], fixed=(), routed=())[draft]
-    drafted, requests = Drafted.of(h, draft, limits), categories(h)[category]
-    fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
-    seconds = drafted.seconds(profile)
+    drafted = Drafted.of(h, draft, limits)
+    seconds, among = drafted.seconds(profile), categories(h)[category]
+    verdict = judged(seconds, h, drafted.tried, among)["verdict"]
+    fit, test = ([i for i in half if i in among] for half in (h.fit, h.test))
     best = best_of_each(seconds[:, fit], drafted.tried)
-    places = test[: 2 if quick else 10]
-    text = h.trace.trajectories[places[0]]
-    encoded = encode_recorded(pair, [h.trace.trajectories[i] for i in places])
-    policies = {kind: drafted.tried[best[kind]].policy for kind in ("nothing", *SHOWN)}
-    every = [*policies.values()]
-    timings = compare(pair, every, encoded, passes=2, profile=profile, artifacts=h.find).timings
-    totals = {
-        kind: float(np.nanmedian(timings.seconds[policy.id], axis=1).sum())
-        for kind, policy in policies.items()
+    following = next(name for name in best if name != verdict)  # from the fastest on
+    count = 2 if quick else EXECUTED
+    places = {name: best[name] for name in (verdict, following, "nothing")}
+    policies = {name: drafted.tried[n].policy for name, n in places.items()}
+    workload = requests(count, skip=REQUESTS // len(CATEGORIES), category=category)
+    text = h.trace.trajectories[0]
+    encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
+    how: dict[str, Any] = {"passes": 2, "profile": profile, "artifacts": h.find}
+    timings = compare(h.pair, list(policies.values()), encoded, **how).timings.seconds
+    took = {name: timings[policy.id].mean(1) for name, policy in policies.items()}
+    each = {name: timings[policy.id].sum(0) for name, policy in policies.items()}
+
+    def told(one: str, other: str) -> list[float]:
+        return times_as_fast(seconds[places[one], test], seconds[places[other], test], count)
+
+    def executed(one: str, other: str) -> list[float]:
+        return times_as_fast(took[one], took[other])
+
+    again = [float(e[0] / e[1]) for e in each.values()]
+    return _row(verdict, following, policies, told, executed, again)
+
+
+def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> dict[str, Any]:
+    """A cell of several clients."""
+    _, draft, _, clients = cell
+    seats = clients = 4 if quick else clients
+    count = max(EXECUTED, 2 * clients)
+    chains = [parse_policy({"draft": draft, "window": fixed(k)}) for k in range(1, 9)]
+    of = {"nothing": [AUTOREGRESSIVE], "chain": chains, "tree": kinds(draft)["tree"]}
+
+    def play(policy: Policy, texts: Sequence[int]) -> float:
+        plan, load = prepare(policy, h.pair.draft_names, profile=profile), Load(clients)
+        trace = h.trace.select(texts)
+        found = serve_decoder(trace, plan, load, Seating(seats), profile, count=count)
+        return found.served.tokens_per_s
+
+    best = {name: max(some, key=lambda p: play(p, h.fit)) for name, some in of.items()}
+    speeds = {name: play(policy, h.fit) for name, policy in best.items()}
+    rng = np.random.default_rng(0)
+    orders = [h.test, *(rng.choice(h.test, len(h.test)).tolist() for _ in range(DRAWS))]
+    drawn_speeds = {n: np.array([play(p, texts) for texts in orders]) for n, p in best.items()}
+
+    def told(one: str, other: str) -> list[float]:
+        ratios = drawn_speeds[one] / drawn_speeds[other]
+        return [float(ratios[0]), *np.quantile(ratios[1:], (0.025, 0.975)).tolist()]
+
+    verdict = "nothing"
+    for step in ("chain", "tree"):
+        if told(step, verdict)[1] > 1:
+            verdict = step
+    following = max((name for name in speeds if name != verdict), key=lambda name: speeds[name])
+    text = h.trace.trajectories[0]
+    options = DecodeOptions(text.sampling, text.max_new_tokens)
+    encoded = encode(h.pair, requests(count, skip=REQUESTS), options)
+    warm(h.pair, encoded)
+    names, each = list(dict.fromkeys((verdict, following, "nothing"))), dict[str, list[float]]()
+    for turn in range(2 if quick else 4):
+        for n in np.random.default_rng(turn).permutation(len(names)):
+            speed = decode(h.pair, best[names[n]], encoded, clients, seats)
+            each.setdefault(names[n], []).append(speed)
+
+    def executed(one: str, other: str) -> list[float]:
+        return interval_of(np.log(np.array(each[one]) / np.array(each[other])))
+
+    again = [float(b / a) for of in each.values() for a, b in zip(of[::2], of[1::2], strict=True)]
+    return _row(verdict, following, best, told, executed, again)
+
+
+def _row(
+    verdict: str,
+    following: str,
+    policies: Mapping[str, Policy],
+    told: Any,
+    executed: Any,
+    again: list[float],
+) -> dict[str, Any]:
+    over, following_over = executed(verdict, "nothing"), executed(following, verdict)
+    pays = verdict == "nothing" or over[1] > 1
+    loses = (verdict != "nothing" and over[2] < 1) or following_over[1] > 1
+    return {
+        "verdict": verdict,
+        "policy": policies[verdict].label(),
+        "following": policies[following].label(),
+        "predicted": told(verdict, "nothing"),
+        "executed": over,
+        "following_predicted": told(following, verdict),
+        "following_executed": following_over,
+        "is": "wrong" if loses else "right" if pays else "a tie",
+        "again": again,
     }
-    title = f"{name}, {draft}, {category}, temperature {text.sampling.temperature:g}"
-    rows, off = [], np.exp(1.96 * prediction_spread(profile, trees=True))
-    for kind in SHOWN:
-        one, other = (seconds[best[m], places].sum() for m in (kind, "nothing"))
-        predicted = np.round(other / one * np.array([1.0, 1 / off, off]), 4).tolist()
-        share = totals["nothing"] / totals[kind]
-        rows.append(_row(title, policies[kind].label(), predicted, share))
-    return rows
 
 
-SHOWN = ("chain", "tree", "classifier")
-
-
-def _on_gpus(h: Halves) -> list[dict[str, Any]]:
-    """What `tune` executed of the ballasted pair on GPUs, where the recording holds the policy."""
+def on_gpus(quick: bool) -> dict[str, Any]:
+    """What `tune` executed of the ballasted pair on GPUs, where the recording holds the policy;
+    predicted intervals are of draws of as many requests."""
+    h = recording(state_folder(quick), 0.0, quick)
     profiles = {one.name: one.profile for one in named(h)}
     rows = []
     for file in sorted(RESULTS.glob("gpu-nvidia-*.json")):
@@ -142,8 +206,11 @@ def _on_gpus(h: Halves) -> list[dict[str, Any]]:
             replays = (run_replay(h.trace, p, profiles[title], approximate=True) for p in policies)
             one, other = (replay.seconds[h.test] for replay in replays)
             predicted = times_as_fast(one, other, tried["executed_requests"])
-            rows.append(_row(title, tried["label"], predicted, tried["ratio_to_autoregressive"]))
-    return rows
+            share = round(tried["ratio_to_autoregressive"], 4)
+            inside = predicted[1] <= share <= predicted[2]
+            row = {"cell": title, "policy": tried["label"], "predicted": predicted}
+            rows.append({**row, "executed": share, "inside": inside})
+    return {"rows": rows}
 
 
 ON_GPUS = {
@@ -155,5 +222,5 @@ ON_GPUS = {
 """Policies by the labels of the tunings' results."""
 
 
-RESULT, PARTS = "map", {"executed": executed}
+RESULT, PARTS = "map", {"blind": blind, "executed": on_gpus}
 __all__ = ["PARTS", "RESULT", "store"]
