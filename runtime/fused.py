@@ -22,6 +22,7 @@ from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
 from spectune.runtime.cuda.launch import kernels_run, switched_on, try_launch
 from spectune.runtime.cuda.layers import Norm
+from spectune.runtime.cuda.skinny import MOST_ROWS, skinny, skinny_on, skinny_runs
 from spectune.runtime.cuda.split_attention import DTYPES, attention_runs, split_attention
 
 Product = tuple[Tensor, Tensor | None]
@@ -96,6 +97,10 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
         for residual in (None, x):
             kernels.add_norm(x, residual, norm)
         kernels.swiglu(zeros(1, 2 * hidden_size))
+        if skinny_on():
+            square = zeros(hidden_size, hidden_size), None
+            skinny(x, square, norm=norm, residual=x)
+            skinny(zeros(1, 2 * hidden_size), square, gated=True)
         keys, values = zeros(kv_heads, 1, dim), zeros(kv_heads, 1, shape.value_size)
         if not attention_runs(1, keys, values):
             return
@@ -140,23 +145,45 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """A part and a residual [n, hidden_size], whose sum layer ``index`` gives for ``residual``,
         ``normed`` by its first norm."""
-        rotary, view, fast = parts
-        norm = kernels.add_norm if fast else add_norm
-        rotate = kernels.rotate_and_write if fast else rotate_and_write
-        states, slots = F.linear(normed, *self.qkv), view.layer(index)
-        query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
-        keys, values = view.cache.layers[index]
-        spans = view.sliding if self.slides else view.full
-        attended = attend_slots(query[None], keys, values, spans, view.length, self.scale)[0]
-        x = F.linear(attended.transpose(0, 1).flatten(1), *self.output)
+        norm = kernels.add_norm if parts.fast else add_norm
+        attended = self._attended(F.linear(normed, *self.qkv), index, parts)
+        x = F.linear(attended, *self.output)
         normed, residual = norm(x, residual, self.mlp_norm)
         gate_up = F.linear(normed, *self.gate_up)
-        if fast and type(self.activation).__name__ in ("SiLU", "SiLUActivation"):
+        if parts.fast and self.gates_by_silu:
             product = kernels.swiglu(gate_up)
         else:
             gate, up = gate_up.chunk(2, -1)
             product = self.activation(gate) * up
         return F.linear(product, *self.down), residual
+
+    def joined(self, states: Tensor, norm: Norm, index: int, parts: Pass) -> Tensor:
+        """What layer ``index``, whose first norm is ``norm``, gives for ``states``, by products
+        that take in what lies between them."""
+        attended = self._attended(skinny(states, self.qkv, norm=norm), index, parts)
+        states = skinny(attended, self.output, residual=states)
+        gate_up = skinny(states, self.gate_up, norm=self.mlp_norm)
+        return skinny(gate_up, self.down, gated=True, residual=states)
+
+    def _attended(self, states: Tensor, index: int, parts: Pass) -> Tensor:
+        """What the heads make of queries, keys and values [n, (H + 2 Hkv) * D]: [n, H * D]."""
+        rotary, view, fast = parts
+        rotate, slots = kernels.rotate_and_write if fast else rotate_and_write, view.layer(index)
+        query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
+        keys, values = view.cache.layers[index]
+        spans = view.sliding if self.slides else view.full
+        attended = attend_slots(query[None], keys, values, spans, view.length, self.scale)[0]
+        return attended.transpose(0, 1).flatten(1)
+
+    @property
+    def gates_by_silu(self) -> bool:
+        return type(self.activation).__name__ in ("SiLU", "SiLUActivation")
+
+    @property
+    def can_join(self) -> bool:
+        """Whether :meth:`joined` can run."""
+        products = self.qkv, self.output, self.gate_up, self.down
+        return self.gates_by_silu and all(skinny_runs(weight) for weight, _ in products)
 
 
 class FusedDecoder:
@@ -165,6 +192,7 @@ class FusedDecoder:
     def __init__(self, layers: Sequence[Layer], norms: Sequence[Norm], rotary: nn.Module) -> None:
         """``norms``: those before each layer, and the last."""
         self.layers, self.norms, self._rotary = layers, norms, rotary
+        self._can_join = skinny_on() and all(layer.can_join for layer in layers)
 
     def forward(
         self,
@@ -177,6 +205,13 @@ class FusedDecoder:
         read (the number of layers: what the last one gives), [n, hidden_size] each."""
         parts = new_pass(self.rotary(embedded, positions), view)
         norm = kernels.add_norm if parts.fast else add_norm
+        if self._can_join and parts.fast and len(embedded) <= MOST_ROWS:
+            states, tapped = embedded, {0: embedded}
+            for index, layer in enumerate(self.layers):
+                states = layer.joined(states, self.norms[index], index, parts)
+                if index + 1 in taps:
+                    tapped[index + 1] = states
+            return norm(states, None, self.norms[-1])[0], tapped
         normed, residual = norm(embedded, None, self.norms[0])
         tapped = {0: residual}
         for index, layer in enumerate(self.layers):

@@ -269,6 +269,22 @@ def test_passes_of_kernels_are_those_of_torch(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+def test_passes_of_products_that_take_in_the_rest_are_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the switch is on; taps are as they were."""
+    model = tiny(LlamaConfig, num_hidden_layers=2, attention_bias=True)
+    exact = tree_states(CausalModel(copy.deepcopy(model), "target"))
+    usual = tree_states(CausalModel(copy.deepcopy(model).float(), "target"))
+    monkeypatch.setenv("SPECTUNE_SKINNY", "1")
+    joined = tree_states(CausalModel(model.float(), "target"))
+    assert not torch.equal(joined[0], usual[0])  # it sums in another order
+    for ours, theirs in zip(joined, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
 def test_a_heads_passes_of_kernels_are_those_of_torch(request: pytest.FixtureRequest) -> None:
     """A prompt with the target's states, then a level of a tree with the head's own."""
     model = tiny(LlamaConfig, num_hidden_layers=2)

@@ -18,6 +18,8 @@ from spectune.runtime import fused
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda import layers
+from spectune.runtime.cuda.skinny import LAUNCH as LAUNCH_SKINNY
+from spectune.runtime.cuda.skinny import skinny, skinny_kernel, tile_for
 from spectune.runtime.cuda.split_attention import (
     LAUNCH,
     attention_kernels,
@@ -158,6 +160,26 @@ def test_norms_of_sums_and_gated_activations(size: int, dtype: torch.dtype) -> N
     assert_close(layers.swiglu(gate_up), torch.nn.functional.silu(gate) * up)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n", "columns", "size"), [(1, 40, 48), (9, 70, 256), (64, 33, 160)])
+def test_a_product_takes_in_what_stands_around_it(
+    n: int, columns: int, size: int, dtype: torch.dtype
+) -> None:
+    """As plain torch does it in float64."""
+    x, wide = draw(n, size, dtype=dtype), draw(n, 2 * size, dtype=dtype)
+    weight, bias = draw(columns, size, dtype=dtype), draw(columns, dtype=dtype)
+    residual, norm = draw(n, columns, dtype=dtype), (draw(size + 1, dtype=dtype)[1:], 1e-5)
+    exact = weight.double().T
+    normed = fused.rms_norm(x.double(), (norm[0].double(), norm[1]))
+    assert_close(skinny(x, (weight, bias), norm=norm), normed @ exact + bias.double())
+    gate, up = wide.double().chunk(2, -1)
+    product = (torch.nn.functional.silu(gate) * up) @ exact
+    ours = skinny(wide, (weight, None), gated=True, residual=residual)
+    assert_close(ours, residual.double() + product)
+    assert_close(skinny(x, (weight, None)), x.double() @ exact)
+
+
 # -- compiled for GPUs -----------------------------------------------------------------------------
 
 
@@ -234,3 +256,19 @@ def test_the_work_between_products_compiles_for_gpus() -> None:
     kinds = dict.fromkeys(("gate_up", "out"), "*bf16")
     made = compiled(kernels.swiglu, 90, kinds, {"BLOCK": layers.BLOCK}, num_warps=4)
     assert "ld.global.v4.b32" in made.asm["ptx"]
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (64, 28672)])
+def test_products_of_few_rows_compile_for_gpus(rows: int, columns: int) -> None:
+    """For the sizes of Llama 3.1 8B, on tensor cores; nothing spills."""
+    tensors = ("x", "weight", "bias", "scale", "residual", "out")
+    kinds = dict.fromkeys(tensors, "*bf16") | {"eps": "fp32"}
+    for gated in (False, True):
+        fixed = {"HAS_NORM": not gated, "GATED": gated, "HAS_RESIDUAL": gated, "HAS_BIAS": False}
+        fixed |= {"D": 128, **tile_for(rows, columns, 132)}
+        made = compiled(skinny_kernel(False), 90, kinds, fixed, **LAUNCH_SKINNY)
+        ptx = made.asm["ptx"]
+        assert made.metadata.shared <= 227 * 1024
+        assert "mma" in ptx
+        assert ".local" not in ptx
