@@ -27,6 +27,7 @@ from spectune.runtime.policies.blocks import (
     Width,
 )
 from spectune.runtime.policies.jit import compiled
+from spectune.traces.errors import PolicyError
 from spectune.traces.schema import NAT_SCALE
 
 FloatArray = npt.NDArray[np.float64]
@@ -35,6 +36,7 @@ TableArray = npt.NDArray[np.uint16]
 
 STEP: Final = NAT_SCALE // 16
 """Codes that a table does not tell apart: it has a row for each 1/16 nat."""
+FEATURES: Final = 4
 JOINTS: Final = 512
 """Joint costs told apart: up to 32 nat, a probability of 1e-14."""
 ENTROPIES: Final = 160
@@ -129,9 +131,11 @@ def nats(code: npt.ArrayLike) -> FloatArray:
 
 
 def read_weights(arrays: Mapping[str, npt.NDArray[Any]]) -> ClassifierWeights:
-    """The weights in an artifact's arrays. Artifacts of old have no column of logarithms."""
-    w1, *rest = (np.asarray(arrays[name], np.float32) for name in WEIGHTS)
-    return ClassifierWeights(w1 if w1.shape[1] == 4 else np.insert(w1, 1, 0.0, axis=1), *rest)
+    """The weights in an artifact's arrays. Raises PolicyError for those of other features."""
+    weights = ClassifierWeights(*(np.asarray(arrays[name], np.float32) for name in WEIGHTS))
+    if weights.w1.shape[1:] != (FEATURES,):
+        raise PolicyError("the classifier is of an earlier version; `fit classifier` makes another")
+    return weights
 
 
 def confidence_table(weights: ClassifierWeights) -> TableArray:
