@@ -253,7 +253,7 @@ def speedup_from(
 ) -> Document:
     """A row of the speed of one policy over another's, a token, in the rounds that begin with
     ``begin`` to ``end`` tokens of a text, of requests that have such."""
-    seconds, tokens, rounds = [], [], []
+    seconds, tokens, rounds = list[Any](), list[Any](), list[Any]()
     for policy in both:
         replay = replayed(h, policy, profile, per_round=True)
         assert replay.rounds is not None
