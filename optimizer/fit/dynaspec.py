@@ -164,7 +164,8 @@ def cluster(head: FloatArray, count: int, *, seed: int = 0) -> Clusters:
 def _scaled(rows: FloatArray) -> FloatArray:
     """Rows scaled to length 1; zeros stay."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return (rows / np.maximum(lengths, 1e-12)).astype(np.float32)
+    scaled: FloatArray = (rows / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return scaled
 
 
 def _nearest(rows: FloatArray, centroids: FloatArray) -> npt.NDArray[np.int64]:
