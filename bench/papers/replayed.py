@@ -77,7 +77,7 @@ DEEPEST = 11
 """Levels of C2T's trees, and of those that are compared with them."""
 STARTS_OF_C2T = 2000
 """Starts of texts whose trees a classifier is trained on, of a thousand nodes each."""
-BETAS = (0.3, 0.5, 0.7, 0.9)
+BETAS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 SIZES = (2, 4, 8, 12, 16, 24, 32, 60, 96, 128)
 """N of EAGLE-2, among which a tuned one is chosen: beyond its default, as costs may be flat."""
 DEPTHS = (1, 2, 3, 4, 6, 8)
@@ -380,7 +380,7 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
 
     def ablated(claim: str, cell: str, artifact: str, **more: Any) -> Document:
         """At the beta whose trees reach what those of all features do where both were fitted."""
-        beta = min((0.1, *BETAS, 0.4, 0.6, 0.8), key=lambda b: abs(tau(artifact, b) - of_all))
+        beta = min((*BETAS, 0.4, 0.6, 0.8), key=lambda b: abs(tau(artifact, b) - of_all))
         new = classified(draft, artifact, beta, **more)
         why = f"beta {beta}, {ranking.why(h.find(artifact))}"
         return at_equal_tau(claim, f"{draft}{cell}", h, new, curve, why, of_any_draft)
