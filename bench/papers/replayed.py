@@ -378,12 +378,19 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
 
     of_all = tau(fits[draft], 0.5)
 
-    def ablated(claim: str, cell: str, artifact: str, **more: Any) -> Document:
-        """At the beta whose trees reach what those of all features do where both were fitted."""
-        beta = min((*BETAS, 0.4, 0.6, 0.8), key=lambda b: abs(tau(artifact, b) - of_all))
+    def ablated(claim: str, cell: str, artifact: str, beta: float = 0.5, **more: Any) -> Document:
         new = classified(draft, artifact, beta, **more)
-        why = f"beta {beta}, {ranking.why(h.find(artifact))}"
+        why = f"beta {beta:g}, {ranking.why(h.find(artifact))}"
         return at_equal_tau(claim, f"{draft}{cell}", h, new, curve, why, of_any_draft)
+
+    def alike(artifact: str) -> float:
+        """The beta whose trees reach what those of all features do at 0.5, where both are fitted;
+        other features make other confidences of the same node."""
+        low, high = 0.0, 1.0
+        for _ in range(4):
+            middle = (low + high) / 2
+            low, high = (middle, high) if tau(artifact, middle) > of_all else (low, middle)
+        return middle
 
     rows = [
         ablated("transfer", f", trained on {other}", artifact)
@@ -395,10 +402,12 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
     for name, column in (("entropy_code", 2), ("depth", 3)):
         weights = train(replace(examples, **{name: constant}))
         weights.w1[:, column] = 0.0  # a constant input is not trained
-        rows.append(ablated("two", f", without {name}", _kept(source, weights)))
+        artifact = _kept(source, weights)
+        rows.append(ablated("two", f", without {name}", artifact, alike(artifact)))
     for hidden in (2, 12):
         weights = train(examples, hidden=hidden)
-        rows.append(ablated("hidden", f", {hidden} hidden", _kept(source, weights)))
+        artifact = _kept(source, weights)
+        rows.append(ablated("hidden", f", {hidden} hidden", artifact, alike(artifact)))
     rows.append(ablated("cap", "", fits[draft], cap=5))
     for category, part, others in by_category(h, draft):
         elsewhere = replace(h, test=others)
