@@ -120,19 +120,16 @@ def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ())
     if notes:
         lines += ["Notes:", "", *(f"{number}. {why}" for why, number in notes.items()), ""]
     parts = [name for name in figures if name == paper or name.startswith(f"{paper}_")]
-    sources = {
-        f"- costs `{cost}`: {source}"
-        for name in parts
-        for cost, source in figures[name]["costs"].items()
-    }
-    told = [
-        f"- `python {figures[name]['command']}`: {made[name]['measured']}, code of "
-        f"{made[name]['code']}"
-        for name in parts
-    ]
-    samples = {f"- {sample}": "" for name in parts for sample in figures[name]["samples"]}
-    about = ["## How it was measured", "", ABOUT, "", *told, *samples, *sorted(sources), ""]
-    return "\n".join([*lines, *about])
+    costs = {cost: source for name in parts for cost, source in figures[name]["costs"].items()}
+    told = []
+    for name in parts:
+        part, of = figures[name], made[name]
+        cpu = [f"`cpu` was {part['costs']['cpu']}"] if part["costs"] else []
+        about = "; ".join((f"{of['measured']}, code of {of['code']}", *part["samples"], *cpu))
+        told.append(f"- `python {part['command']}`: {about}")
+    told += [f"- costs `{cost}`: {source}" for cost, source in costs.items() if cost != "cpu"]
+    lines += ["## How it was measured", "", ABOUT, "", *told, ""]
+    return "\n".join(lines)
 
 
 def _tables(rows: Sequence[Figures], notes: dict[str, int]) -> list[str]:
