@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from bench import RESULTS
@@ -27,9 +28,11 @@ KINDS = (
 
 def page() -> str:
     """The page."""
-    found = json.loads((RESULTS / "load-native.json").read_text())
+    found, decided = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("load-native", "rules")
+    )
     lines = ["# Several requests at once", "", ABOUT, "", *executed(found), *hardware(found)]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *rules(decided)]).rstrip() + "\n"
 
 
 def executed(found: dict[str, Any]) -> list[str]:
@@ -78,12 +81,79 @@ def hardware(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def stamp(found: dict[str, Any], part: str) -> str:
+RULES = {
+    "none": "no draft",
+    "table": "vLLM, table",
+    "average": "SGLang, as shipped",
+    "average, tuned": "SGLang, file tuned",
+    "verification": "vLLM, adaptive verification",
+    "tree": "one tree",
+    "trees by load": "trees by load",
+}
+DECIDED = (
+    "Each rule is asked before every step of the same replay (temperature 0, the EAGLE-3 head, "
+    "prompts left out). *Constant*: the K that is best over all loads. *vLLM, table*: K by batch "
+    "size (`num_speculative_tokens_per_batch_size`), the best at each. *SGLang*: "
+    "`--speculative-adaptive`, K by an exponential average of accepted lengths, with the file that "
+    "it ships and with candidates chosen by load. *Adaptive verification*: 3, 5, 7 or 8 tokens are "
+    "drafted, and those verified that are the most worth their time, by the costs that steps have "
+    "here; acceptance is estimated online. *Trees by load*: ours, the best tree, chain or none at "
+    "each number of requests. What is free is chosen on one half of the requests and played on the "
+    "other, both ways; engines' rules learn on the half that chooses. Switching costs nothing "
+    "here, and K = 0 what no draft costs. Ratios of tokens/s over the constant, of the requests as "
+    "they come, with 95% intervals over requests."
+)
+
+
+def rules(found: dict[str, Any]) -> list[str]:
+    """Whose rule decides best, by replay, and two numbers of clients executed."""
+    d = found["replayed"]
+    rows = [
+        (
+            row["hardware"],
+            "all" if row["clients"] is None else row["clients"],
+            round(row["constant"]),
+            *(_ratio(row["over"][rule]) for rule in RULES),
+        )
+        for row in d["rows"]
+    ]
+    lines = [
+        "## Who decides best under load",
+        "",
+        f"{DECIDED} {stamp(found, 'replayed', 'rules')}",
+        "",
+        *table(("costs", "clients", "constant, tokens/s", *RULES.values()), rows),
+    ]
+    return [*lines, *_ran(found)] if "executed" in found else lines
+
+
+def _ran(found: dict[str, Any]) -> list[str]:
+    """Rules that were executed, beside what was predicted."""
+    executed = found["executed"]["rows"]
+    speeds = {(r["clients"], r["rule"]): median(r["tokens_per_s"]) for r in executed}
+    told = {(r["clients"], r["rule"]): r["predicted_tokens_per_s"] for r in executed}
+    clients = sorted({r["clients"] for r in executed})
+    rows = [
+        (
+            {"constant": "constant", **RULES}[rule],
+            *(f"{of[n, rule] / of[n, 'constant']:.2f}" for n in clients for of in (told, speeds)),
+        )
+        for rule in dict.fromkeys(r["rule"] for r in executed)
+    ]
+    heads = [f"{n} clients, {what}" for n in clients for what in ("predicted", "executed")]
+    return [
+        "Executed on a CPU by the native decoder, chains of `small`, at this machine's costs, by "
+        f"the processor's clock, in turns; over the constant. {stamp(found, 'executed', 'rules')}",
+        "",
+        *table(("rule", *heads), rows),
+    ]
+
+
+def stamp(found: dict[str, Any], part: str, name: str = "load_native") -> str:
     """When and by which code a part was measured."""
     made = found["made"][part]
     return (
-        f"`python bench/run.py load_native --only {part}`, {made['measured']}, code of "
-        f"{made['code']}."
+        f"`python bench/run.py {name} --only {part}`, {made['measured']}, code of {made['code']}."
     )
 
 

@@ -1,5 +1,5 @@
-"""Writes docs/results.md, docs/hardware.md, docs/papers and README's results from bench/results:
-`python bench/report.py`."""
+"""Writes docs/results.md, docs/hardware.md, docs/acceptance.md, docs/under_load.md, docs/papers and
+README's results from bench/results: `python bench/report.py`."""
 
 from __future__ import annotations
 
@@ -534,6 +534,35 @@ def hardware() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def acceptance() -> str:
+    """docs/acceptance.md."""
+    found = load("matrix")
+    d, made = found["matrix"], found["made"]["matrix"]
+    lengths = [cell["K"] for cell in d["rows"][0]["cells"]]
+    cells = sum(len(row["cells"]) for row in d["rows"] if row["category"] == "all")
+    took = sum(row["s"] for row in d["executed"]) / len(d["executed"])
+    differ, rounds = (sum(row[name] for row in d["executed"]) for name in ("differ", "rounds"))
+    ours = (d["recording_s"] + d["replay_s"]) / 60
+    about = (
+        "Tokens a round (accepted ones and the target's own) by draft, kind of text and K, which "
+        "others sweep with a run of a server for each cell. Here one recording holds what every "
+        f"draft proposes from every start, and each K is replayed on it: {ours:.1f} minutes of a "
+        f"processor for {d['requests']} requests of the demo, {d['tokens']} tokens, of which "
+        f"{d['replay_s']:.1f} seconds are all of the replays. A sweep of the {cells} cells would "
+        f"take {cells * took / 60:.0f} minutes at what the {len(d['executed'])} cells took that "
+        f"were executed, without the starts of servers. Of these {rounds} executed rounds {differ} "
+        f"differ from replay's. Temperature 0. `python bench/run.py matrix`, {made['measured']}, "
+        f"code of {made['code']}."
+    )
+    rows = [
+        (row["draft"], row["category"], *(f"{cell['tau']:.2f}" for cell in row["cells"]))
+        for row in d["rows"]
+    ]
+    heads = ("draft", "text", *(f"K={k}" for k in lengths))
+    lines = ["# Acceptance by K, from one recording", "", about, "", *table(heads, rows)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def headline() -> str:
     """A tuning of a public model, and the speed-up of the newest tuning on a GPU."""
     run = newest_gpu()[0]["tune"]
@@ -623,6 +652,7 @@ def pages() -> dict[str, str]:
     """Every page that is generated whole, by its path."""
     whole = {"docs/results.md": results(), "docs/hardware.md": hardware()}
     whole |= {f"docs/papers/{name}.md": paper_page(name) for name in paper_pages.PAPERS}
+    whole["docs/acceptance.md"] = acceptance()
     whole["docs/gemma.md"] = real_page.page()
     whole["docs/under_load.md"] = load_page.page()
     return whole | {"docs/map.svg": map_page.figure(load("map"))}

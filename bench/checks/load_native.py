@@ -14,6 +14,7 @@ by drawing the requests that are played again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -115,12 +116,17 @@ def classifier_of(size: Size, sampling: Sampling, draft: str, quick: bool) -> st
 # ---------------------------------------------------------------------------------------- executed
 
 
-def steps_profile(pair: LoadedPair, trace: ReplayTrace, seats: int) -> LatencyProfile:
+def steps_profile(
+    pair: LoadedPair,
+    trace: ReplayTrace,
+    seats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LatencyProfile:
     """What steps of up to so many requests cost here, measured on a trace's texts."""
     texts = trace.trajectories
     contexts = served_contexts(texts)
     about: dict[str, Any] = {"gamma_max": 8, "texts": whole_texts(texts), "contexts": contexts}
-    return measure_profile(pair, requests=seats, most=2, **about)
+    return measure_profile(pair, requests=seats, most=2, clock=clock, **about)
 
 
 def executed(quick: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ EXECUTED = (("small", 3), ("medium", 8), ("head", 5))
 
 def matrix(quick: bool) -> dict[str, Any]:
     """Mean accepted lengths by draft, category and K, what they took, and cells executed."""
-    count, tokens = (9, 12) if quick else (90, 48)
+    count, tokens = (9, 12) if quick else (60, 48)
     pair, store = demo(), stored(state_folder(quick) / "matrix.db", fresh=True)
     options, began = DecodeOptions(Sampling(), tokens), time.process_time()
     recording = recorded(store, pair, requests(count), options, list(pair.models), MOST, 1, MOST)

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench import RESULTS, ROOT
-from bench.lab import GAMMA, Halves
+from bench.lab import Halves
 from bench.map.roofline import roofline, shape_of
-from spectune.optimizer.profiles import profile_for
 from spectune.runtime.costs import RoundKind, pass_seconds
 from spectune.runtime.policies.document import Policy
 from spectune.traces.cost_table import CostTable
@@ -127,21 +126,9 @@ def without_prompts(profile: LatencyProfile) -> LatencyProfile:
     return replace(profile, terms=terms)
 
 
-def cpu_profile(h: Halves) -> LatencyProfile:
-    """This machine's, the newest that was measured."""
-    stored = h.store.profile_of(h.pair.id, device="cpu")
-    texts = h.trace.trajectories
-    drafts = tuple(h.pair.draft_names)
-    return stored or profile_for(h.store, h.pair, drafts, gamma_max=GAMMA, trajectories=texts)
-
-
 def named(h: Halves) -> Iterator[Named]:
     """Hardware by name."""
-    pair, demo = h.pair.id, ("small", "medium", "head", "ngram")
-    here = without_prompts(cpu_profile(h))
-    yield Named(
-        *("two CPU cores, the demo pair", "measured", "`profile`, this machine"), demo, here
-    )
+    pair = h.pair.id
     yield from _on_gpus(pair)
     document = tomllib.loads((ROOT / "bench" / "map" / "published.toml").read_text())
     for d in document["speedup"]:

@@ -4,28 +4,28 @@
 
 ``blind``: twelve cells, drawn by a seed before anything was run, on requests that the map has not
 read. Eight cells are of one request at a time: a draft, a temperature, a category; four of 8 to 32
-clients, of all categories. Costs are a profile that is measured just before. The verdict is the
-map's (of several clients: of chains and trees, served by replay); it, what would be next and no
-draft are executed in turns on 40 requests. It is right where it is faster than no draft beyond
-noise, or not to draft was right, and what is next is not faster than it beyond noise.
+clients, of all categories. Costs are a profile that is measured just before, all by the processor's
+clock. The verdict is the map's (of several clients: of chains and trees, served by replay); it,
+what would be next and no draft are executed in turns on 40 requests. It is right where it is faster
+than no draft beyond noise, or not to draft was right, and what is next is not faster than it beyond
+noise.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 from pairs import fixed, top_k
 
 from bench import RESULTS
-from bench.checks.load_native import kinds
-from bench.checks.rules import decode
+from bench.checks.load_native import kinds, steps_profile
+from bench.checks.rules import CLOCK, decode
 from bench.harness import say, state_folder
-from bench.lab import CATEGORIES, Halves, compare, interval_of, requests
+from bench.lab import CATEGORIES, Halves, interval_of, requests
 from bench.map.cells import (
     REQUESTS,
     TEMPERATURES,
@@ -39,9 +39,8 @@ from bench.map.cells import (
 )
 from bench.map.costs import named
 from spectune.engines.engine import Load
-from spectune.optimizer.execute import DecodeOptions, encode, warm
+from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
-from spectune.optimizer.profiles import profile_for
 from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
@@ -52,6 +51,8 @@ SEED = 6820261128
 DRAFTS, CLIENTS = ("small", "medium", "head"), (8, 16, 32)
 ALONE, TOGETHER, EXECUTED = 8, 4, 40
 """Cells of one request at a time and of several, and requests that each executes."""
+PASSES = 3
+"""Executions of a cell of several clients, whose interval is over these."""
 DRAWS = 40
 
 Cell = tuple[float, str, str, int]
@@ -74,10 +75,7 @@ def blind(quick: bool) -> dict[str, Any]:
     state, cells = state_folder(quick), drawn()
     recordings = {t: recording(state, t, quick) for t in TEMPERATURES}
     h = recordings[0.0]
-    most: dict[str, Any] = {"gamma_max": 8, "requests": 4 if quick else max(CLIENTS)}
-    texts, since = h.trace.trajectories, datetime.now(UTC)
-    names = tuple(h.pair.draft_names)
-    profile = profile_for(h.store, h.pair, names, trajectories=texts, since=since, **most)
+    profile = steps_profile(h.pair, h.trace, 4 if quick else max(CLIENTS), CLOCK)
     rows = []
     for cell in [cells[0], cells[-1]] if quick else cells:
         temperature, draft, category, clients = cell
@@ -105,10 +103,12 @@ def _alone(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> dict[
     workload = requests(count, skip=REQUESTS // len(CATEGORIES), category=category)
     text = h.trace.trajectories[0]
     encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
-    how: dict[str, Any] = {"passes": 2, "profile": profile, "artifacts": h.find}
-    timings = compare(h.pair, list(policies.values()), encoded, **how).timings.seconds
-    took = {name: timings[policy.id].mean(1) for name, policy in policies.items()}
-    each = {name: timings[policy.id].sum(0) for name, policy in policies.items()}
+    how: dict[str, Any] = {"profile": profile, "artifacts": h.find, "clock": CLOCK}
+    executor, rng = Executor(h.pair, policies.values(), encoded, **how), np.random.default_rng(0)
+    took = {name: np.zeros(count) for name in policies}
+    for n in range(count):
+        for name in rng.permutation(list(policies)):
+            took[name][n] = executor(policies[name].id, n)
 
     def told(one: str, other: str) -> list[float]:
         return times_as_fast(seconds[places[one], test], seconds[places[other], test], count)
@@ -116,8 +116,7 @@ def _alone(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> dict[
     def executed(one: str, other: str) -> list[float]:
         return times_as_fast(took[one], took[other])
 
-    again = [float(e[0] / e[1]) for e in each.values()]
-    return _row(verdict, following, policies, told, executed, again)
+    return _row(verdict, following, policies, told, executed)
 
 
 def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> di
     encoded = encode(h.pair, requests(count, skip=REQUESTS), options)
     warm(h.pair, encoded)
     names, each = list(dict.fromkeys((verdict, following, "nothing"))), dict[str, list[float]]()
-    for turn in range(2 if quick else 4):
+    for turn in range(2 if quick else PASSES):
         for n in np.random.default_rng(turn).permutation(len(names)):
             speed = decode(h.pair, best[names[n]], encoded, clients, seats)
             each.setdefault(names[n], []).append(speed)
@@ -162,17 +161,19 @@ def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> di
     def executed(one: str, other: str) -> list[float]:
         return interval_of(np.log(np.array(each[one]) / np.array(each[other])))
 
-    again = [float(b / a) for of in each.values() for a, b in zip(of[::2], of[1::2], strict=True)]
-    return _row(verdict, following, best, told, executed, again)
+    again = [b / a for of in each.values() for a, b in pairwise(of)]
+    return {**_row(verdict, following, best, told, executed), "again": again}
+
+
+Ratio = Callable[[str, str], list[float]]
 
 
 def _row(
     verdict: str,
     following: str,
     policies: Mapping[str, Policy],
-    told: Any,
-    executed: Any,
-    again: list[float],
+    told: Ratio,
+    executed: Ratio,
 ) -> dict[str, Any]:
     over, following_over = executed(verdict, "nothing"), executed(following, verdict)
     pays = verdict == "nothing" or over[1] > 1
@@ -186,7 +187,6 @@ def _row(
         "following_predicted": told(following, verdict),
         "following_executed": following_over,
         "is": "wrong" if loses else "right" if pays else "a tie",
-        "again": again,
     }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from math import log
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -22,11 +25,15 @@ NAMES = {
     "bins": "bins (HeteroSpec)", "classifier": "classifier (C2T)", "two": "two papers together",
 }  # fmt: skip
 ABOUT = (
-    "Times as fast as no speculation. Up: what a further token costs in the target's pass; right:",
-    "what a pass of the draft costs, in passes of the target. Several requests: chains only.",
+    "Speed over no speculation, and by what: K tokens, or a tree's width x depth and N nodes.",
+    "Up: what a further token costs in the target's pass; right: what a pass of the draft costs;",
+    "both in rounds without a draft. Several requests: chains only. Circles: named costs, below.",
 )
-WIDTH, HEIGHT, LEFT, TOP, GAP = 46, 24, 46, 52, 22
+WIDTH, HEIGHT, LEFT, TOP, GAP = 54, 30, 46, 66, 22
 """Of a cell, of the margins, and between panels, in pixels."""
+COLOURED = re.compile(r"\b(tree|coupled|bins( \d+)?|(position )?frequency \S+|clusters \S+) ?")
+LETTERS = 12
+"""Of a policy's name that fit a cell; longer ones are squeezed."""
 
 
 def percent(value: float) -> str:
@@ -35,6 +42,24 @@ def percent(value: float) -> str:
 
 def ratio(interval: Sequence[float]) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*interval)
+
+
+def tiny(label: str) -> str:
+    """A policy without its draft and what the colour says, as a cell of the figure has it: ``K=3``,
+    ``8x4 N=24``, ``K=8 p<0.3`` of one that stops."""
+    words = short(label).split(" ", 1)[1:]
+    shown = COLOURED.sub("", words[0]) if words else ""
+    return re.sub(r"(max|joint) prob ", "p<", shown).strip()
+
+
+def between(value: float, ticks: Sequence[float]) -> float:
+    """Where a value lies among an axis' ticks, in ticks: by logarithms, or from 0 on by itself."""
+    if value >= ticks[-1]:
+        return len(ticks) - 1.0
+    n = max(0, bisect_right(ticks, value) - 1)
+    low, high = ticks[n : n + 2]
+    share = (value - low) / (high - low) if low == 0 else log(value / low) / log(high / low)
+    return n + max(0.0, share)
 
 
 def figure(figures: dict[str, Any], draft: str = "head") -> str:
@@ -51,13 +76,15 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
     legend = TOP + len(temperatures) * (high + GAP + 20)
     parts: list[str] = []
 
-    def text(x: float, y: float, words: str, anchor: str = "middle", size: int = 11) -> None:
+    def text(
+        x: float, y: float, words: str, anchor: str = "middle", size: int = 11, more: str = ""
+    ) -> None:
         parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}">'
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}"{more}>'
             f"{escape(words)}</text>"
         )
 
-    for y, line in zip((14, 27), ABOUT, strict=True):
+    for y, line in zip((14, 27, 40), ABOUT, strict=True):
         text(LEFT, y, line, "start")
     for c in grid:
         x = LEFT + batches.index(c["batch"]) * (wide + GAP) + costs.index(c["draft_cost"]) * WIDTH
@@ -67,7 +94,10 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
             f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" '
             f'fill="{COLOURS[c["verdict"]]}" stroke="white"/>'
         )
-        text(x + WIDTH / 2, y + HEIGHT / 2 + 4, f"{c['speed'][0]:.1f}")
+        text(x + WIDTH / 2, y + 13, f"{c['speed'][0]:.1f}")
+        name = tiny(c["best"])
+        squeezed = f' textLength="{WIDTH - 4}" lengthAdjust="spacingAndGlyphs"'
+        text(x + WIDTH / 2, y + 24, name, size=8, more=squeezed * (len(name) > LETTERS))
     for i, temperature in enumerate(temperatures):
         y = TOP + i * (high + GAP + 20)
         for j, batch in enumerate(batches):
@@ -84,12 +114,22 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[name]}"/>')
         text(x + 17, y, NAMES[name], "start")
     bottom = legend + (len(shown) + 3) // 4 * 18
-    for name, about in hardware.items():
-        if about["label"] != "roofline" and draft in about["place"]:
-            cost, slope = map(percent, about["place"][draft])
-            line = f"{name}: right {cost}, up {slope} ({about['label']})"
-            text(LEFT, bottom, line, "start", 10)
-            bottom += 14
+    places = {name: about["place"][draft] for name, about in hardware.items()
+              if draft in about["place"]}  # fmt: skip
+    marks = list[tuple[float, float]]()
+    for n, (name, (cost, slope)) in enumerate(places.items(), 1):
+        x = LEFT + (between(cost, costs) + 0.5) * WIDTH
+        y = TOP + (len(slopes) - 1 - between(slope, slopes)) * HEIGHT  # above the words
+        while any(abs(x - a) < 11 and abs(y - b) < 11 for a, b in marks):
+            x += 11
+        marks.append((x, y))
+        for i in range(len(temperatures)):
+            at = y + i * (high + GAP + 20)
+            parts.append(f'<circle cx="{x:g}" cy="{at:g}" r="5" fill="white" stroke="black"/>')
+            text(x, at + 3, str(n), size=8)
+        line = f"{n}: {name}: right {percent(cost)}, up {percent(slope)} "
+        text(LEFT, bottom, f"{line}({hardware[name]['label']})", "start", 10)
+        bottom += 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{bottom}" '
         f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>\n'
@@ -112,18 +152,16 @@ def page(figures: dict[str, Any]) -> list[str]:
         "",
         _together(single, together),
         "",
-        "What each mechanism gains over the best tuned chain where it is the verdict:",
+        "What each mechanism gains where it is the verdict, in the median (smallest to largest):",
         "",
     ]
     rows = []
     for name in COLOURS:
-        gains = sorted(c["gain"][0] for c in single if c["verdict"] == name)
-        if gains and name not in ("nothing", "chain"):
-            middle = gains[len(gains) // 2]
-            rows.append(
-                (NAMES[name], len(gains), f"{middle:.2f}", f"{gains[0]:.2f} to {gains[-1]:.2f}")
-            )
-    lines += table(("mechanism", "cells", "median", "range"), rows)
+        won = [c for c in single if c["verdict"] == name]
+        if won and name not in ("nothing", "chain"):
+            over = (_spread([c[key][0] for c in won if key in c]) for key in ("gain", "gain_tree"))
+            rows.append((NAMES[name], len(won), *over))
+    lines += table(("mechanism", "cells", "over the best chain", "over the best plain tree"), rows)
     several = [c for c in grid if c["batch"] > 1]
     for batch in sorted({c["batch"] for c in several}):
         of = [c for c in several if c["batch"] == batch]
@@ -133,9 +171,20 @@ def page(figures: dict[str, Any]) -> list[str]:
             f"- {batch} requests at once: a chain pays in {len(pays)} of {len(of)} cells, "
             f"at slopes up to {percent(slope)}"
         )
+    loaded = _spread([c["loaded"] for c in several])
+    lines.append(
+        f"- a draft that is loaded, reads along and proposes nothing: {loaded} of no draft's speed"
+    )
     executed = figures.get("executed", {}).get("rows", ())
     inside = sum(r["inside"] for r in executed)
     return [*lines, f"- executed: {inside} of {len(executed)} policies inside their intervals"]
+
+
+def _spread(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    if not ordered:
+        return ""
+    return f"{ordered[len(ordered) // 2]:.2f} ({ordered[0]:.2f} to {ordered[-1]:.2f})"
 
 
 def tables(figures: dict[str, Any]) -> list[str]:
@@ -162,7 +211,9 @@ def _hardware(figures: dict[str, Any]) -> list[str]:
         for draft, place in about["place"].items():
             key = {"hardware": name, "category": "all", "draft": draft, "batch": 1}
             of = [c for c in figures["cells"] if key.items() <= c.items()]
-            advice = [f"{NAMES[c['verdict']]}, {ratio(c['speed'])}" for c in of]
+            advice = [
+                f"{NAMES[c['verdict']]}, `{short(c['best'])}`, {ratio(c['speed'])}" for c in of
+            ]
             rows.append((name, draft, about["label"], *map(percent, place), *advice))
     names = ("costs", "draft", "label", "draft cost", "slope", "temperature 0", "temperature 1")
     published = (
@@ -182,6 +233,49 @@ def _executed(figures: dict[str, Any]) -> list[str]:
         for r in rows
     ]  # fmt: skip
     inside = sum(r["inside"] for r in rows)
-    about = f"Executed, times as fast as no speculation; {inside} of {len(rows)} lie inside:"
+    shares = sorted(r["executed"] / r["predicted"][0] for r in rows)
+    below, middle = sum(share < 1 for share in shares), shares[len(shares) // 2]
+    about = (
+        f"Executed by tunings on GPUs, times as fast as no speculation: {inside} of {len(rows)} "
+        f"inside what was predicted, {below} below it, in the median at {middle:.3f} of it. The "
+        "requests are others, and reading their prompts is in what was executed alone:"
+    )
     names = ("cell", "policy", "predicted", "executed", "verdict")
-    return [about, "", *table(names, shown)] if rows else []
+    blind = _blind(figures["blind"]) if "blind" in figures else []
+    return [about, "", *table(names, shown), *blind]
+
+
+def _blind(d: dict[str, Any]) -> list[str]:
+    """Cells that were drawn before anything was run."""
+    rows = [
+        (
+            f"{r['draft']}, {r['category']}, temperature {r['temperature']:g}, "
+            f"{r['clients']} client{'s' * (r['clients'] > 1)}",
+            f"{NAMES[r['verdict']]}, `{short(r['policy'])}`",
+            ratio(r["predicted"]),
+            ratio(r["executed"]),
+            f"`{short(r['following'])}`",
+            ratio(r["following_predicted"]),
+            ratio(r["following_executed"]),
+            r["is"],
+        )
+        for r in d["rows"]
+    ]
+    counts = Counter(r["is"] for r in d["rows"])
+    spoken = [r for r in d["rows"] if r["verdict"] != "nothing"]
+    off = sorted(r["executed"][0] / r["predicted"][0] for r in spoken)
+    again = sorted(abs(x - 1) for r in d["rows"] for x in r.get("again", ()))
+    about = (
+        f"**Blind**: {len(rows)} cells of this machine, drawn by seed {d['seed']} before anything "
+        f"was run, executed on 40 requests that the map has not read: {counts['right']} right, "
+        f"{counts['a tie']} ties, {counts['wrong']} wrong. Executed over predicted, where the "
+        f"verdict is to draft: {off[len(off) // 2]:.3f} in the median ({off[0]:.3f} to "
+        f"{off[-1]:.3f}); executing several clients again differs by "
+        f"{again[len(again) // 2]:.1%} in the median. By the processor's clock, in one thread. "
+        f"`python bench/run.py map_executed --only blind`, {d['measured']}, code of {d['code']}."
+    )
+    heads = (
+        "cell", "verdict", "predicted over none", "executed over none", "next",
+        "next over it, predicted", "executed", "is",
+    )  # fmt: skip
+    return [about, "", *table(heads, rows)]
