@@ -65,14 +65,14 @@ def demo_prompts(count: int, tokens: int) -> list[Prompt]:
     return list(prompts_of(load_codec(PAIR), requests(count), DecodeOptions(max_new_tokens=tokens)))
 
 
-def windowed(window: int | Mapping[str, int]) -> Policy:
+def windowed(window: int | Mapping[str, int], draft: str = DRAFT) -> Policy:
     """A policy of so many draft tokens (0: the draft stays loaded), or by batch size."""
     kind = {"kind": "fixed", "gamma": window}
     if not isinstance(window, int):
         kind = {"kind": "by_load", "gamma": window}
     elif not window:
         kind = {"kind": "by_load", "gamma": {"1": 0}}
-    return parse_policy({"draft": DRAFT, "window": kind})
+    return parse_policy({"draft": draft, "window": kind})
 
 
 def publish(store: TraceStore, policy: Policy, pair_id: str = PAIR.id, device: str = "cpu") -> int:

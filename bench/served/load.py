@@ -328,16 +328,17 @@ def take_turns(
     policies: Sequence[Policy],
     load: Load,
     options: DecodeOptions,
+    part: int = PART,
 ) -> dict[str, list[float]]:
-    """The tokens/s of policies that take turns under a load, by policy: one for every few turns, in
-    order."""
+    """The tokens/s of policies that take turns under a load, by policy: one for every ``part``
+    turns, in order."""
     turns = turns_of(list(Turns(running, policies).serve(prompts, load, options)), load.clients)
     own = [[turn[1:] for turn in turns if turn[0] == policy.id] for policy in policies]
     common = min(map(len, own))
     found = {}
     for policy, mine in zip(policies, own, strict=True):
         turns_taken = np.array(mine[:common]).reshape(common, 2)
-        parts = np.array_split(turns_taken, max(1, common // PART)) if common else []
+        parts = np.array_split(turns_taken, max(1, common // part)) if common else []
         found[policy.id] = [float(np.divide(*part.sum(0))) for part in parts]
     return found
 

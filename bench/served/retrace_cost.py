@@ -11,18 +11,20 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bench.harness import say
 from bench.lab import stored
-from bench.served.live import PAIR, SEATS, demo_prompts, ratio, serving, temporary_folder, windowed
+from bench.served.live import demo_prompts, ratio, serving, temporary_folder, windowed
 from spectune.engines.engine import Answered, Load, Prompt, numbered
 from spectune.engines.vllm.retrace import Retracer
-from spectune.engines.vllm.server import OwnServer
+from spectune.engines.vllm.running import RunningServer
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import EngineRun, record_on
+from spectune.runtime.policies.document import Policy
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording
@@ -40,12 +42,12 @@ class Traffic:
     """Clients that send prompts again and again until it is left; ``answers``: what they got,
     times in seconds since 1970."""
 
-    def __init__(self, server: OwnServer, prompts: Sequence[Prompt], clients: int) -> None:
+    def __init__(self, beside: Beside, clients: int) -> None:
         self.answers: list[Answered] = []
         self._began, self._over = time.time(), threading.Event()
-        served = server.execute(
-            numbered(prompts, 20_000),
-            POLICY,
+        served = beside.server.execute(
+            numbered(beside.prompts, 20_000),
+            beside.policy,
             Load(clients),
             sampling=Sampling(),
             max_new_tokens=TOKENS,
@@ -86,12 +88,10 @@ def measure(quick: bool) -> dict[str, Any]:
     turns, prompts = 2 if quick else TURNS, demo_prompts(48, TOKENS)
     rows = []
     with temporary_folder() as folder, serving("--enable-prefix-caching") as server:
-        store = stored(folder / "x.db")
-        long_texts = _full_length(server, prompts)[:turns]
+        beside = Beside(stored(folder / "x.db"), server, POLICY, prompts)
+        texts = beside.full_length()[:turns]
         for clients in CLIENTS[:1] if quick else CLIENTS:
-            texts = [_recorded(store, server, prompt) for prompt in long_texts]
-            with Traffic(server, prompts, clients) as traffic:
-                rows.append(_row(store, server, traffic, texts) | {"clients": clients})
+            rows.append(beside.traffic(texts, clients))
             say(rows[-1])
     costs = [(row, 1 - row["tokens_per_s"]["ratio"][0]) for row in rows]
     by_clients = ", ".join(
@@ -107,51 +107,64 @@ def measure(quick: bool) -> dict[str, Any]:
     }
 
 
-def _full_length(server: OwnServer, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts whose texts do not end before their last token."""
-    answers = server.execute(
-        prompts, POLICY, Load(SEATS), sampling=Sampling(), max_new_tokens=RETRACED
-    )
-    lengths = {a.trajectory.request_id: len(a.trajectory.output_ids) for a in answers}
-    return [prompt for prompt in prompts if lengths[prompt.id] == RETRACED]
+@dataclass(frozen=True)
+class Beside:
+    """Retraces beside traffic: where texts are recorded, the server, what it drafts by, and the
+    prompts that clients send it."""
 
+    store: TraceStore
+    server: RunningServer
+    policy: Policy
+    prompts: Sequence[Prompt]
 
-def _recorded(store: TraceStore, server: OwnServer, prompt: Prompt) -> Recording:
-    """A new recording of one text."""
-    run = EngineRun([prompt], POLICY, Load(), DecodeOptions(max_new_tokens=RETRACED))
-    info = record_on(store, PAIR, server, run, fresh=True)
-    store.finish_recording(info.id)
-    return info
+    def full_length(self) -> list[Prompt]:
+        """The prompts whose texts do not end before their last token."""
+        seats = Load(self.server.wanted.max_num_seqs)
+        how: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": RETRACED}
+        answers = self.server.execute(self.prompts, self.policy, seats, **how)
+        lengths = {a.trajectory.request_id: len(a.trajectory.output_ids) for a in answers}
+        return [prompt for prompt in self.prompts if lengths[prompt.id] == RETRACED]
 
+    def traffic(self, texts: Sequence[Prompt], clients: int) -> dict[str, Any]:
+        """So many clients' traffic beside retraces of new recordings of these texts, one a turn, as
+        a part of traffic alone."""
+        recordings = [self._recorded(text) for text in texts]
+        with Traffic(self, clients) as traffic:
+            return self._row(traffic, recordings) | {"clients": clients}
 
-def _row(
-    store: TraceStore, server: OwnServer, traffic: Traffic, texts: Sequence[Recording]
-) -> dict[str, Any]:
-    """Traffic beside retraces as a part of traffic alone, in turns."""
-    beside, alone, busy, positions = list[Turn](), list[Turn](), 0.0, 0
-    time.sleep(2 * SETTLE_S)
-    for text in texts:
-        began = time.time()
-        retraced = Retracer(store, text, server, share=SHARE).run()
-        beside.append((began, ended := time.time()))
-        busy, positions = busy + retraced.busy_s, positions + retraced.positions
-        time.sleep(SETTLE_S)
-        alone.append((now := time.time(), now + ended - began))
-        time.sleep(ended - began + SETTLE_S)
-    names = "tokens_per_s", "p95_latency"
-    with_it, without = (np.array([traffic.figures(t) for t in turns]) for turns in (beside, alone))
-    figures = {
-        name: {
-            "ratio": ratio(with_it[:, n].tolist(), without[:, n].tolist()),
-            "alone": float(np.median(without[:, n])),
+    def _recorded(self, prompt: Prompt) -> Recording:
+        run = EngineRun([prompt], self.policy, Load(), DecodeOptions(max_new_tokens=RETRACED))
+        info = record_on(self.store, self.server.spec, self.server, run, fresh=True)
+        self.store.finish_recording(info.id)
+        return info
+
+    def _row(self, traffic: Traffic, texts: Sequence[Recording]) -> dict[str, Any]:
+        with_it, alone, busy, positions = list[Turn](), list[Turn](), 0.0, 0
+        time.sleep(2 * SETTLE_S)
+        for text in texts:
+            began = time.time()
+            retraced = Retracer(self.store, text, self.server, share=SHARE).run()
+            with_it.append((began, ended := time.time()))
+            busy, positions = busy + retraced.busy_s, positions + retraced.positions
+            time.sleep(SETTLE_S)
+            alone.append((now := time.time(), now + ended - began))
+            time.sleep(ended - began + SETTLE_S)
+        names = "tokens_per_s", "p95_latency"
+        beside, without = (
+            np.array([traffic.figures(t) for t in turns]) for turns in (with_it, alone)
+        )
+        figures = {
+            name: {
+                "ratio": ratio(beside[:, n].tolist(), without[:, n].tolist()),
+                "alone": float(np.median(without[:, n])),
+            }
+            for n, name in enumerate(names)
         }
-        for n, name in enumerate(names)
-    }
-    seconds = sum(ended - began for began, ended in beside)
-    return {
-        "turns": len(texts),
-        "turn_s": seconds / len(texts),
-        "positions_per_s": positions / seconds,
-        "busy_share": busy / seconds,
-        **figures,
-    }
+        seconds = sum(ended - began for began, ended in with_it)
+        return {
+            "turns": len(texts),
+            "turn_s": seconds / len(texts),
+            "positions_per_s": positions / seconds,
+            "busy_share": busy / seconds,
+            **figures,
+        }

@@ -4,48 +4,98 @@ won and by how much."""
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import threading
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench import ROOT
 from bench.harness import say
 from bench.served.live import await_version, command, serving, temporary_folder
+from spectune.engines.vllm.running import RunningServer
+from spectune.traces.errors import EngineError
 
 LIMIT_S = 600.0
 SIZE = ("--limit", 96, "--max-new-tokens", 64)
 QUICK = ("--limit", 32, "--max-new-tokens", 12, "--budget", "10s")
+INTERRUPTED = 130
+"""A command's exit code after Ctrl-C."""
+
+
+class Ended(NamedTuple):
+    """A tuning's seconds, the lines that it told with the seconds at which they came, and its
+    ``--json``."""
+
+    seconds: float
+    lines: list[tuple[float, str]]
+    tuned: dict[str, Any]
+
+    @property
+    def version(self) -> int:
+        """Of what it published; 0 where it published nothing."""
+        published = self.tuned["published"]
+        return int(published["version"]) if published else 0
+
+
+def tune(
+    server: RunningServer,
+    database: Path,
+    size: Sequence[object],
+    *,
+    pair: str = "demo",
+    clients: Sequence[int] = (1, 4, 8),
+    limit_s: float = LIMIT_S,
+) -> Ended:
+    """`tune --url` as a user types it, until what it published is in force.
+
+    Raises TimeoutExpired where it takes longer than ``limit_s``: it is interrupted as by Ctrl-C,
+    and goes on where it was when it is called again; EngineError where it fails.
+    """
+    where = ("--url", server.url, "--folder", server.folder, "--pair", pair)
+    arrivals = f"clients:{','.join(map(str, clients))}"
+    words = command("--db", database, "tune", *where, "--workload", "demo", *size)
+    words += ["--arrivals", arrivals, "--json"]
+    began, result = time.monotonic(), database.with_suffix(".json")
+    lines = list[tuple[float, str]]()
+    with result.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True)
+        limit = threading.Timer(limit_s, lambda: process.send_signal(signal.SIGINT))
+        limit.start()
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                line = line.strip().replace(f"{ROOT}/", "")
+                lines.append((round(time.monotonic() - began, 1), line))
+                say(f"{lines[-1][0]:4.0f} s {line}")
+            code = process.wait()
+        finally:
+            limit.cancel()
+    if code == INTERRUPTED:
+        raise subprocess.TimeoutExpired(words, limit_s)
+    if code:
+        raise EngineError(lines[-1][1] if lines else f"tune: exit code {code}")
+    ended = Ended(time.monotonic() - began, lines, json.loads(result.read_text()))
+    await_version(server, ended.version)
+    return ended
 
 
 def measure(quick: bool) -> dict[str, Any]:
     with temporary_folder() as folder, serving() as server:
-        where = ("--url", server.url, "--folder", server.folder, "--pair", "demo")
-        size = (*(QUICK if quick else SIZE), "--arrivals", "clients:1,4,8")
-        words = command("--db", folder / "x.db", "tune", *where, *size, "--json")
-        began, result, lines = time.monotonic(), folder / "result.json", list[tuple[float, str]]()
-        with result.open("wb") as out:
-            process = subprocess.Popen(words, stdout=out, stderr=subprocess.PIPE, text=True)
-            assert process.stderr is not None
-            for line in process.stderr:
-                line = line.strip().replace(f"{ROOT}/", "")
-                lines.append((time.monotonic() - began, line))
-                say(f"{lines[-1][0]:4.0f} s {line}")
-        seconds = time.monotonic() - began
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, words)
-        tuned = json.loads(result.read_text())
-        published, confirmed = tuned["published"], tuned["confirmed"]
-        await_version(server, published["version"] if published else 0)
-    differ = tuned["texts"]["differ"]
+        ended = tune(server, folder / "x.db", QUICK if quick else SIZE)
+    tuned, seconds = ended.tuned, ended.seconds
+    confirmed, differ = tuned["confirmed"], tuned["texts"]["differ"]
     return {
         "summary": f"{seconds:.0f} s: {tuned['reason']}",
         "holds": seconds <= LIMIT_S and not differ,
         "seconds": seconds,
-        "lines": [[round(moment, 1), line] for moment, line in lines],
+        "lines": ended.lines,
         "winner": tuned["winner"]["label"],
         "ratio": confirmed["ratio"] if confirmed else None,
         "confirmed": confirmed,
-        "published": published and published["version"],
+        "published": ended.version or None,
         "texts_differ": differ,
         "loads": tuned["executed"],
     }
