@@ -55,6 +55,16 @@ class Doubles:
         with served(self._place("agent"), self._pair, "small") as fake:
             yield RunningServer(fake.url, fake.folder, bench.spec)
 
+    @contextmanager
+    def tuned(self, bench: gpu_vllm.Bench) -> Iterator[RunningServer]:
+        with served(self._place("tuned"), self._pair, "small") as fake:
+            yield RunningServer(fake.url, fake.folder, bench.spec)
+
+    @contextmanager
+    def retraced(self, bench: gpu_vllm.Bench) -> Iterator[RunningServer]:
+        with served(self._place("retraced"), self._pair, "small") as fake:
+            yield RunningServer(fake.url, fake.folder, bench.spec)
+
     def death(self) -> str:
         return "vLLM died (SIGKILL): out of memory"
 
@@ -177,7 +187,7 @@ def test_a_round_that_is_not_as_replay_predicts_is_found(
     (tmp_path / "rounds.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + b"\n"))
     brought = collect.Brought(tmp_path)
     texts = [noted.text for noted in brought.noted if noted.line.id == name]
-    held = collect.hold(brought, collect.agreement(demo_pair, texts))
+    held = collect.hold(brought, collect.agreement(demo_pair, "small", 2, texts))
     assert (held.drafted_differ, held.accepted_differ) == (1, 1)
     assert len(held.examples) == 2
     assert all(example.startswith(name) for example in held.examples)
@@ -198,6 +208,34 @@ def plant(lines: list[bytes]) -> str:
             lines[place] = json.dumps(line).encode()
             return str(line["id"])
     raise AssertionError("no such request")
+
+
+def test_a_tuning_is_executed_beside_none_and_the_server_s_own(
+    tmp_path: Path, demo_pair: LoadedPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    where = ["--device", "cpu", "--tiny", "--tune", "--out", str(out)]
+    assert gpu_vllm.main(where, Doubles(tmp_path, demo_pair)) == 0, capsys.readouterr().out
+    rows = rows_of(out)
+    assert rows.keys() >= {*rows["plan"]["plan"], "tuned starts", "retraced starts"}
+    gpu_vllm.main(["--collect", str(out)])
+    (file,) = out.glob("gpu-vllm-tuned-*.json")
+    found = json.loads(file.read_text())
+    assert (found["failed"], found["not_run"]) == ({}, [])
+    assert found["tuned"]["texts"]["differ"] == 0
+    assert {"autoregressive", found["tuned"]["winner"]["label"]} < {
+        row["policy"] for row in found["predictions"]
+    }
+    assert [row["clients"] for row in found["in_turns"]] == [1, 2]
+    for row in found["in_turns"]:
+        assert row["turns"] > 1
+        for other in ("none", "own"):
+            ratio, low, high = row[f"over {other}"]
+            assert low <= ratio <= high
+    assert all(row["positions_per_s"] > 0 for row in found["retraces"])
+    with pytest.raises(SystemExit):
+        gpu_vllm.main(where[:-3] + where[-2:], Doubles(tmp_path, demo_pair))
+    assert "small, a tuning; name another folder" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_there_and_a_part_that_is_none_are_refused(

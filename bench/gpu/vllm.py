@@ -1,12 +1,13 @@
-"""vLLM with a draft model and the agent on a GPU: texts, speed, what the agent costs, publications.
+"""vLLM with a draft and the agent on a GPU: texts, speed, what the agent costs, publications.
 
-    python bench/run.py gpu_vllm --out DIR [--seconds 440]
-    python bench/run.py gpu_vllm --out DIR --device cpu --tiny
+    python bench/run.py gpu_vllm --out DIR [--draft head] [--tune] [--seconds 440]
+    python bench/run.py gpu_vllm --out DIR --device cpu --tiny [--folder PAIR]
     python bench/run.py gpu_vllm --collect DIR
 
 The first measures where vLLM and a GPU are (``bench/gpu/packed_vllm`` brings vLLM there), on the
-ballasted pair (:mod:`gpu.ballast`); the second proves on a CPU that every part runs, with the demo
-pair as it is. ``rows.jsonl`` in ``DIR`` gets a line for each part as it ends, ``rounds.jsonl.gz``
+ballasted pair (:mod:`gpu.ballast`), with its draft model or with its EAGLE-3 head; the second
+proves on a CPU that every part runs, with the demo pair as it is, or with tiny ballast in a folder.
+``rows.jsonl`` in ``DIR`` gets a line for each part as it ends, ``rounds.jsonl.gz``
 what the agent noted. A part that fails is a line with its cause, and the others go on. After
 ``--seconds`` no part is begun; called again with the same ``DIR``, what is done is not done again.
 
@@ -14,6 +15,9 @@ The parts, in this order: a server without draft and agent under every number of
 both, by numbers of draft tokens and of clients; what its draft proposes along a few texts
 (``retraced``); publications amid traffic; in an engine in this process, steps that differ from
 vLLM's own while nothing is published, and what the agent costs a step.
+
+With ``--tune`` the parts are others: a tuning of a server that runs, what it published beside no
+draft and the server's own table, and what a retrace costs (:mod:`gpu.vllm_tune`).
 
 The third reads on a CPU what came back, holds the noted rounds against replay and writes
 ``bench/results/gpu-vllm-NAME.json`` (:mod:`gpu.vllm_collect`).
@@ -28,8 +32,8 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import cycle, islice
@@ -39,11 +43,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from bench import ROOT
-from bench.gpu.ballast import LARGE, build
-from bench.harness import origin, parser_of, say
+from bench.gpu import ballast
+from bench.gpu.rows import Figures, OutOfTimeError, Rows, failed, tell
+from bench.harness import origin, parser_of
 from bench.lab import GREEDY, stored
 from bench.served.live import (
     DRAFT,
+    MAX_LEN,
+    MOST,
+    SEATS,
     demo_prompts,
     temporary_folder,
     windowed,
@@ -59,10 +67,9 @@ from spectune.optimizer.recording.on_engine import EngineRun, record_on
 from spectune.optimizer.replay.trace import open_trace
 from spectune.runtime.hardware import hardware
 from spectune.runtime.pair import PairSpec, read_pair
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import EngineError
-from spectune.traces.text import one_line
 
-Figures = dict[str, Any]
 WARM_TOKENS, LAST_LINES_S = 8, 5.0
 """Tokens of requests that no figure is of; seconds that the agent may take for its last lines."""
 CHECKED_BY = 16
@@ -93,21 +100,23 @@ FULL = Size((0, 1, 2, 4, 8), (1, 4, 16, 64), 64, 4, 20, 16, 8, 400, 6)
 TINY = Size((0, 2), (1, 4), 8, 2, 2, 4, 2, 40, 1)
 
 
-class OutOfTimeError(Exception):
-    """Its time is over while a part runs."""
-
-
 @dataclass(frozen=True)
 class Bench:
-    """Where is measured, how much, until when (seconds of the monotonic clock), into which folder,
-    and where the ballasted pair is."""
+    """Where is measured, how much, by which draft of the pair, whether it is tuned, until when
+    (seconds of the monotonic clock), into which folder, and where the ballasted pair is."""
 
     device: str
     size: Size
+    draft: str
+    tunes: bool
     until: float
     out: Path
     folder: Path
     is_ballasted: bool
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.size == TINY
 
     @property
     def seconds_left(self) -> float:
@@ -126,39 +135,18 @@ class Bench:
         most = max(self.size.count(clients) for clients in self.size.clients)
         return demo_prompts(most, self.size.tokens)
 
+    def policy(self, window: int | Mapping[str, int]) -> Policy:
+        """So many tokens of the draft, or by batch size."""
+        return windowed(window, self.draft)
+
     def wanted(self, draft: str) -> Wanted:
         longest = max(len(prompt.ids) for prompt in self.prompts) + self.size.tokens
         return Wanted(draft, max(self.size.gammas), max(self.size.clients), longest)
 
-
-class Rows:
-    """``rows.jsonl``: of each part that ended its figures, or why it failed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "rows.jsonl"
-
-    def read(self) -> list[Figures]:
-        if not self._file.exists():
-            return []
-        return [json.loads(line) for line in self._file.read_text().splitlines()]
-
-    def done(self) -> set[str]:
-        """The parts that have figures."""
-        return {row["part"] for row in self.read() if "failed" not in row}
-
-    def add(self, part: str, figures: Figures) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps({"part": part, **figures}) + "\n")
-        tell({"part": part, **figures})
-
-
-def tell(row: Figures) -> None:
-    """Prints a row."""
-    say({name: value for name, value in row.items() if name not in LONG})
-
-
-LONG = ("texts", "tables", "plan")
-"""Figures that are not printed."""
+    @property
+    def tuned(self) -> Wanted:
+        """The server of a tuning."""
+        return Wanted(self.draft, MOST, SEATS, MAX_LEN)
 
 
 class Part(NamedTuple):
@@ -185,6 +173,8 @@ class Places(Protocol):
 
     def plain(self, bench: Bench) -> AbstractContextManager[Sender]: ...
     def with_agent(self, bench: Bench) -> AbstractContextManager[RunningServer]: ...
+    def tuned(self, bench: Bench) -> AbstractContextManager[RunningServer]: ...
+    def retraced(self, bench: Bench) -> AbstractContextManager[RunningServer]: ...
     def death(self) -> str: ...
     def in_process(self, bench: Bench, parts: Sequence[str]) -> None: ...
 
@@ -196,10 +186,14 @@ class OwnPlaces:
         self._process: ServerProcess | None = None
 
     @contextmanager
-    def _started(self, bench: Bench, draft: str, name: str) -> Iterator[ServerProcess]:
-        wanted, log = bench.wanted(draft), bench.out / f"{name}.log"
-        with temporary_folder() as folder:
-            options = {"log": log, "has_agent": draft != "none"}
+    def _started(
+        self, bench: Bench, wanted: Wanted, name: str, *arguments: str
+    ) -> Iterator[ServerProcess]:
+        log, before = bench.out / f"{name}.log", os.environ.get("SPECTUNE_VLLM_ARGS", "")
+        with temporary_folder() as folder, ExitStack() as after:
+            after.callback(os.environ.update, SPECTUNE_VLLM_ARGS=before)
+            os.environ["SPECTUNE_VLLM_ARGS"] = " ".join((before, *arguments))
+            options = {"log": log, "has_agent": wanted.draft != "none"}
             with closing(ServerProcess(bench.spec, wanted, folder, **options)) as process:
                 self._process = process
                 process.wait_until_ready(bench.seconds_left)
@@ -207,12 +201,22 @@ class OwnPlaces:
 
     @contextmanager
     def plain(self, bench: Bench) -> Iterator[Sender]:
-        with self._started(bench, "none", "plain") as process:
+        with self._started(bench, bench.wanted("none"), "plain") as process:
             yield WithoutAgent(process.url, bench.spec.target)
 
+    def with_agent(self, bench: Bench) -> AbstractContextManager[RunningServer]:
+        return self._checked(bench, bench.wanted(bench.draft), "agent")
+
+    def tuned(self, bench: Bench) -> AbstractContextManager[RunningServer]:
+        return self._checked(bench, bench.tuned, "tuned")
+
+    def retraced(self, bench: Bench) -> AbstractContextManager[RunningServer]:
+        return self._checked(bench, bench.tuned, "retraced", "--enable-prefix-caching")
+
     @contextmanager
-    def with_agent(self, bench: Bench) -> Iterator[RunningServer]:
-        with self._started(bench, DRAFT, "agent") as process:
+    def _checked(self, bench: Bench, *how: Any) -> Iterator[RunningServer]:
+        """A server with the agent, once that drafts."""
+        with self._started(bench, *how) as process:
             server = RunningServer(process.url, process.rounds, bench.spec)
             tested = (f"{version}." for version in server.engine.versions)
             if not f"{server.version}.".startswith(
@@ -226,8 +230,9 @@ class OwnPlaces:
 
     def in_process(self, bench: Bench, parts: Sequence[str]) -> None:
         python, _ = installed()
-        words = ["gpu_vllm", *parts, "--out", bench.out, "--folder", bench.folder, "--in-process"]
-        words += ["--device", bench.device, *["--tiny"] * (bench.size == TINY)]
+        words = ["gpu_vllm", *parts, "--out", bench.out, "--draft", bench.draft, "--in-process"]
+        words += ["--device", bench.device, *["--tiny"] * bench.is_tiny]
+        words += ["--folder", bench.folder] if bench.is_ballasted else []
         command = [python, ROOT / "bench" / "run.py", *words]
         log = bench.out / "engine.log"
         with log.open("wb") as out:
@@ -295,7 +300,7 @@ def plain(bench: Bench, clients: int, server: Sender) -> Figures:
 def served(bench: Bench, gamma: int, clients: int, server: RunningServer) -> Figures:
     """A number of draft tokens under a load, and how long it took to come into force, unless it was
     in force before."""
-    policy, before, began = windowed(gamma), server.status().trial, time.monotonic()
+    policy, before, began = bench.policy(gamma), server.status().trial, time.monotonic()
     server.put_in_force(policy)
     waited, status = time.monotonic() - began, server.status()
     table = table_of(policy, status.engine, server.draft)
@@ -317,7 +322,7 @@ def retraced(bench: Bench, server: RunningServer) -> Figures:
     prompts = bench.prompts[: size.retraced]
     with temporary_folder() as folder:
         store = stored(folder / "x.db")
-        policy = windowed(max(size.gammas))
+        policy = bench.policy(max(size.gammas))
         run = EngineRun(prompts, policy, Load(size.retraced), options)
         info = record_on(store, bench.spec, server, run, fresh=True)
         store.finish_recording(info.id)
@@ -342,7 +347,7 @@ def publications(bench: Bench, server: RunningServer) -> Figures:
     with temporary_folder() as folder, following(folder / "x.db", server.folder, bench.pair):
         store = stored(folder / "x.db")
         with clients.sending():
-            policies = islice(cycle(map(windowed, windows)), size.publications)
+            policies = islice(cycle(map(bench.policy, windows)), size.publications)
             where = bench.spec.id, status.engine.device
             for policy, version, waited in published(server, store, policies, *where):
                 waits.append(waited)
@@ -362,6 +367,10 @@ def publications(bench: Bench, server: RunningServer) -> Figures:
 
 def groups(bench: Bench) -> dict[str, list[Part]]:
     """The parts by where they run."""
+    if bench.tunes:
+        from bench.gpu.vllm_tune import parts
+
+        return parts(bench)
     size = bench.size
     with_agent = [
         Part(f"K={gamma}, {clients} clients", partial(served, bench, gamma, clients))
@@ -378,13 +387,14 @@ def groups(bench: Bench) -> dict[str, list[Part]]:
     }
 
 
-IN_PROCESS = ("steps", "cost")
-"""Parts of :mod:`gpu.vllm_engine`."""
+def in_process(bench: Bench) -> tuple[str, ...]:
+    """Parts of :mod:`gpu.vllm_engine`."""
+    return () if bench.tunes else ("steps", "cost")
 
 
 def plan(bench: Bench) -> list[str]:
     """The names of all parts, in their order."""
-    return [part.name for parts in groups(bench).values() for part in parts] + [*IN_PROCESS]
+    return [part.name for parts in groups(bench).values() for part in parts] + [*in_process(bench)]
 
 
 # -------------------------------------------------------------------------------------- what notes
@@ -428,7 +438,10 @@ def measure(bench: Bench, places: Places, names: Sequence[str]) -> None:
         began = time.monotonic()
         bench.folder.mkdir(parents=True, exist_ok=True)
         try:
-            build(bench.folder, LARGE, bench.device, torch.bfloat16)
+            shapes, dtype = ballast.LARGE, torch.bfloat16
+            if bench.is_tiny:
+                shapes, dtype = ballast.TINY, torch.float32
+            ballast.build(bench.folder, shapes, bench.device, dtype)
         except Exception as error:
             rows.add("pair", failed(error))
             return
@@ -439,7 +452,7 @@ def measure(bench: Bench, places: Places, names: Sequence[str]) -> None:
         lacking = [p for p in parts if p.name in names and p.name not in rows.done()]
         if lacking and bench.seconds_left > 0:
             _on_server(bench, rows, places, group, lacking)
-    lacking_inside = [p for p in IN_PROCESS if p in names and p not in rows.done()]
+    lacking_inside = [p for p in in_process(bench) if p in names and p not in rows.done()]
     if lacking_inside and bench.seconds_left > 0:
         before, cause = len(rows.read()), None
         try:
@@ -489,24 +502,26 @@ def _on_server(bench: Bench, rows: Rows, places: Places, group: str, parts: Sequ
                     rows.add(part.name, failed(error))
 
 
-def failed(error: Exception, death: str = "") -> Figures:
-    """The cause of a failure in one line: of the server's end where that is known."""
-    return {"failed": one_line(death or f"{type(error).__name__}: {error}", 250)}
-
-
 def about(bench: Bench) -> Figures:
     """What a call measures, on what and by what."""
-    made = origin()
+    made, size = origin(), "a tiny size" if bench.is_tiny else "8B"
     return {
         "plan": plan(bench),
         "on": hardware(bench.device),
-        "is_tiny": bench.size == TINY,
-        "pair": "the demo pair" if not bench.is_ballasted else "the demo pair ballasted to 8B",
+        "is_tiny": bench.is_tiny,
+        "pair": "the demo pair" if not bench.is_ballasted else f"the demo pair ballasted to {size}",
+        "draft": bench.draft,
+        "tunes": bench.tunes,
         "arguments": os.environ.get("SPECTUNE_VLLM_ARGS", ""),
         "measured": made["measured"],
         "code": made["code"],
         "environment": made["environment"],
     }
+
+
+def kind(plan: Figures) -> str:
+    """What the figures of a folder are of."""
+    return f"{plan['on']}, {plan['draft']}{', a tuning' * plan['tunes']}"
 
 
 def main(arguments: Sequence[str], places: Places | None = None) -> int:
@@ -519,13 +534,20 @@ def main(arguments: Sequence[str], places: Places | None = None) -> int:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="a tiny size, of the demo pair as it is")
     add("--seconds", type=float, default=440.0, help="after which no part is begun")
+    add("--draft", choices=("small", "head"), default=DRAFT, help="of the pair (default: small)")
+    add("--tune", action="store_true", help="a tuning and retraces")
     add("--folder", type=Path, metavar="DIR", help="of the ballasted pair")
     add("--in-process", action="store_true", help="run the parts in this process's engine")
     asked = parser.parse_args(arguments)
     if asked.collect is not None:
         from bench.gpu.vllm_collect import collect
+        from bench.gpu.vllm_tune import collect_tuned
 
-        return collect(asked.collect, asked.results)
+        plans = [row for row in Rows(asked.collect).read() if row["part"] == "plan"]
+        if not plans:
+            parser.error(f"{asked.collect} has no rows.jsonl of a measurement")
+        read = collect_tuned if plans[-1]["tunes"] else collect
+        return read(asked.collect, asked.results)
     if asked.out is None:
         parser.error("--out DIR or --collect DIR is expected")
     if asked.device == "cuda" and not torch.cuda.is_available():
@@ -535,17 +557,18 @@ def main(arguments: Sequence[str], places: Places | None = None) -> int:
     bench = Bench(
         asked.device,
         TINY if asked.tiny else FULL,
+        asked.draft,
+        asked.tune,
         time.monotonic() + asked.seconds,
         asked.out.resolve(),
         (asked.folder or ROOT / ".acceptance" / "ballast").resolve(),
-        not asked.tiny,
+        not asked.tiny or asked.folder is not None,
     )
     names, rows = plan(bench), Rows(bench.out)
     if unknown := set(asked.parts) - set(names):
         parser.error(f"no part {min(unknown)!r}; there are {'; '.join(names)}")
     chosen = asked.parts or names
-    earlier = {row["on"] for row in rows.read() if row["part"] == "plan"}
-    if others := earlier - {hardware(bench.device)}:
+    if others := {kind(row) for row in rows.read() if row["part"] == "plan"} - {kind(about(bench))}:
         parser.error(f"{asked.out} has figures of {min(others)}; name another folder")
     if asked.in_process:
         from bench.gpu.vllm_engine import measure_inside

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from bench import RESULTS
-from bench.harness import keep, say
+from bench.gpu.rows import Figures, result_of
+from bench.harness import say
 from bench.lab import demo, stored
 from bench.markdown import table, table_of
 from bench.served.live import DRAFT, PAIR, temporary_folder, windowed
@@ -44,7 +43,6 @@ from spectune.traces.recording import Asked
 from spectune.traces.schema import Sampling, Tokens
 from spectune.traces.tables import Trajectory
 
-Figures = dict[str, Any]
 Text = tuple[tuple[int, ...], tuple[int, ...]]
 """The tokens of a prompt and of what was added to it."""
 Agreeing = Mapping[Text, Sequence[int]]
@@ -86,6 +84,10 @@ class Brought:
     def rows(self) -> dict[str, Figures]:
         lines = (self.folder / "rows.jsonl").read_text().splitlines()
         return {row["part"]: row for row in map(json.loads, lines)}
+
+    @property
+    def draft(self) -> str:
+        return str(self.rows["plan"].get("draft", DRAFT))
 
     @cached_property
     def noted(self) -> list[Noted]:
@@ -158,16 +160,22 @@ class Held:
         return dict(vars(self))
 
 
-def agreement(pair: LoadedPair, texts: Iterable[Text]) -> Agreeing:
-    """How far the pair's draft agrees with texts, read along them here."""
+def agreement(pair: LoadedPair, draft: str, most: int, texts: Iterable[Text]) -> Agreeing:
+    """How far one of the pair's drafts, which proposes at most so many tokens, agrees with texts,
+    read along them here."""
+    gamma = most if draft in pair.heads else 1  # another draft's next token is a prefix's alone
     found = {}
     for number, (prompt, output) in enumerate(texts):
-        slots = record_panorama(pair, _trajectory(number, (prompt, output)), DRAFT, 1).trie
-        on_text = [slot == 0 for slot in slots.text_slot.tolist()[: len(output)]]
-        counts = [0] * (len(output) + 1)
-        for at in range(len(output) - 1, -1, -1):
-            counts[at] = counts[at + 1] + 1 if on_text[at] else 0
-        found[prompt, output] = counts[:-1]
+        panorama = record_panorama(pair, _trajectory(number, (prompt, output)), draft, gamma)
+        on_text = (panorama.trie.text_slot == 0).tolist()
+        follows = range(1, len(on_text) + 1) if panorama.shared else panorama.children[:, 0]
+        counts = list[int]()
+        for node in range(len(output)):
+            agreeing = 0
+            while 0 <= node < len(on_text) and on_text[node]:
+                node, agreeing = int(follows[node]), agreeing + 1
+            counts.append(agreeing)
+        found[prompt, output] = counts
     return found
 
 
@@ -213,9 +221,9 @@ def replayed_taus(pair: LoadedPair, brought: Brought) -> list[Figures]:
             info = store.create_recording(asked)
             items = [(n, _trajectory(n, text), ()) for n, text in enumerate(texts)]
             store.append_trajectories(info.id, items)
-            record_panoramas(store, pair, info.id, PanoramaSpec((DRAFT,), gamma))
+            record_panoramas(store, pair, info.id, PanoramaSpec((brought.draft,), gamma))
             store.finish_recording(info.id)
-            replay = simulate(store, info.id, windowed(gamma), None).replay
+            replay = simulate(store, info.id, windowed(gamma, brought.draft), None).replay
         row = {
             "K": gamma,
             "texts": len(texts),
@@ -366,7 +374,8 @@ def gathered(brought: Brought, pair: LoadedPair) -> Figures:
     rows, last = brought.rows, brought.rows["plan"]
     texts = dict.fromkeys(n.text for n in brought.noted if n.text[1])
     say(f"{len(brought.noted)} noted requests, {len(texts)} texts")
-    agreeing = agreement(pair, texts)
+    most = max((row["gamma"] for row in brought.kind("K=")), default=0)
+    agreeing = agreement(pair, brought.draft, max(1, most), texts)
     dtypes = {str(n.engine.about.get("dtype")) for n in brought.noted}
     figures: Figures = {
         **{name: last[name] for name in last if name not in ("plan", "part")},
@@ -409,10 +418,9 @@ def collect(folder: Path, results: Path | None = None) -> int:
     """Prints what is in a folder and writes it into the results, or into the folder itself where it
     was measured at the tiny size. 1 where a verdict is not met."""
     brought = Brought(folder)
-    figures = gathered(brought, demo((DRAFT,)))
-    slug = re.sub("[^a-z0-9]+", "-", figures["on"].lower()).strip("-")
-    place = results or (folder if figures["is_tiny"] else RESULTS)
-    keep(place / f"gpu-vllm-{slug}.json", figures)
+    figures = gathered(brought, demo((brought.draft,)))
+    name = "gpu-vllm" if brought.draft == DRAFT else f"gpu-vllm-{brought.draft}"
+    file = result_of(name, folder, figures, results)
     for name in ("speed", "taus"):
         if rows := figures[name]:
             print("", *table_of(rows), sep="\n")
@@ -431,5 +439,5 @@ def collect(folder: Path, results: Path | None = None) -> int:
     for name, cause in figures["failed"].items():
         print(f"failed: {name}: {cause}")
     print("", *table(["promise", "verdict"], figures["verdicts"].items()), sep="\n")
-    print(f"{figures['summary']}\n{place / f'gpu-vllm-{slug}.json'}", flush=True)
+    print(f"{figures['summary']}\n{file}", flush=True)
     return int(not figures["holds"])

@@ -12,8 +12,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_engine import Replaceable, Steps
 from vllm_faults import compare_steps, decide, num_differing
 
-from bench.gpu.vllm import Bench, Figures, Rows, failed
-from bench.served.live import DRAFT, MAX_LEN, temporary_folder
+from bench.gpu.rows import Figures, Rows, failed
+from bench.gpu.vllm import Bench
+from bench.served.live import MAX_LEN, temporary_folder
 from bench.served.overhead import SEATS, Engine, cost, in_process
 from spectune.engines.engine import Wanted
 from spectune.engines.vllm.agent import Scheduler
@@ -22,7 +23,7 @@ from spectune.engines.vllm.agent import Scheduler
 def measure_inside(bench: Bench, rows: Rows, names: Sequence[str]) -> None:
     """Adds a row for each named part of this module."""
     parts: dict[str, Callable[[Bench, LLMEngine], Figures]] = {"steps": steps, "cost": agent_cost}
-    wanted = Wanted(DRAFT, max(bench.size.gammas), SEATS, MAX_LEN)
+    wanted = Wanted(bench.draft, max(bench.size.gammas), SEATS, MAX_LEN)
     llm = in_process(bench.spec, wanted, Replaceable)
     for name in names:
         began = time.monotonic()

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # run.sh [ARGUMENT ...]: on the machine with the GPU, in the root of the checkout: takes the parts that came with this call
 # (build/vllm-packed/N), and once all are there unpacks them and runs `bench/run.py gpu_vllm` with these arguments.
-# What is there is not done again. Figures go to $OUT; those of an earlier call are taken from build/gpu_vllm.
+# What is there is not done again. Figures go to $OUT; those of an earlier call are taken from build/$NAME (gpu_vllm).
+# Runs with other arguments, as --draft head or --tune, have a NAME of their own.
 #
 # Where a server does not start, in this order: ATTENTION=TRITON_ATTN; COMPILE='{"mode":0,"cudagraph_mode":"NONE"}';
 # VLLM_USE_V2_MODEL_RUNNER=0 COMPILE='{}'.
 set -u
-work=${WORK:-/tmp/vllm-packed} OUT=${OUT:-$PWD/build/gpu_vllm}
-mkdir -p "$work/parts" "$work/link" "$work/out" "$OUT"
+NAME=${NAME:-gpu_vllm} work=${WORK:-/tmp/vllm-packed}
+OUT=${OUT:-$PWD/build/$NAME}
+mkdir -p "$work/parts" "$work/link" "$work/$NAME" "$OUT"
 cp build/vllm-packed/[0-9]*/part* "$work/parts/" 2> /dev/null
 
 if [ ! -e "$work/site/.unpacked" ]; then
@@ -35,7 +37,7 @@ compile=${COMPILE:-'{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'}
 export SPECTUNE_VLLM_ARGS="${SPECTUNE_VLLM_ARGS---dtype bfloat16 --gpu-memory-utilization 0.45 --attention-backend ${ATTENTION:-FLASH_ATTN} --compilation-config '$compile'}"
 nvidia-smi --query-gpu=name,driver_version,memory.free --format=csv,noheader
 command -v gcc cc > /dev/null || echo "no C compiler: Triton needs one"
-for kept in "$work/out" build/gpu_vllm; do
+for kept in "$work/$NAME" "build/$NAME"; do
   [ "$kept" -ef "$OUT" ] || [ -e "$OUT/rows.jsonl" ] || cp "$kept"/* "$OUT/" 2> /dev/null
 done
 # While the pair is written; its log says which of vLLM's libraries computes.
@@ -43,6 +45,6 @@ done
 python3 bench/run.py gpu_vllm --out "$OUT" --folder "$work/ballast" "$@"
 code=$?
 wait
-cp "$OUT"/* "$work/out/" 2> /dev/null
+cp "$OUT"/* "$work/$NAME/" 2> /dev/null
 grep -h "FAIL" "$OUT/libraries.log" 2> /dev/null
 exit $code
