@@ -56,6 +56,7 @@ MEASUREMENTS = {
     "serve_circle": "serve.circle",
     "gpu": "gpu.native",
     "gpu_vllm": "gpu.vllm",
+    "gpu_stream": "gpu.stream",
 }
 
 

@@ -40,6 +40,8 @@ LARGE = {
     "head": Shape(4096, 1, 14336, 128, 32),
 }
 """The layers of Llama 3.1 8B, a draft of 0.1 billion weights, and an EAGLE-3 head."""
+POSITIONS = 1 << 14
+"""Tokens of a text, at most: costs are measured further than the demo pair's texts go."""
 TINY = {
     "target": Shape(320, 9, 768, 10, 5),
     "small": Shape(128, 5, 320, 8, 4),
@@ -146,6 +148,7 @@ def build(folder: Path, shapes: Mapping[str, Shape], device: str, dtype: torch.d
             "num_attention_heads": shape.heads,
             "num_key_value_heads": shape.kv_heads,
             "rms_norm_eps": config["rms_norm_eps"] * d / shape.hidden,
+            "max_position_embeddings": POSITIONS,
             "dtype": str(dtype).removeprefix("torch."),
         }
         if "target_hidden_size" in config:

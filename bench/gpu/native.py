@@ -473,28 +473,44 @@ CANDIDATE = (
 
 def tune(bench: Bench) -> Figures:
     """A whole tuning as a user types it, and how far its predictions were off."""
-    size = "--limit 36 --max-new-tokens 48 --budget 60s --set search.trials=200"
-    if bench.tiny:
-        size = "--limit 18 --max-new-tokens 12 --budget 4s --set search.trials=50"
-    asked = f"tune --pair {bench.file} --set device={bench.device} {size}"
-    database, began = bench.folder / "tune.db", time.perf_counter()
-    command = [sys.executable, str(ROOT / "cli.py"), "--db", str(database), *asked.split()]
-    child = subprocess.Popen([*command, "--json", "--set", "report=none"], stdout=subprocess.PIPE)
-    try:
-        out, _ = child.communicate(timeout=bench.seconds)
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGINT)
-        child.communicate()
-        return {"rows": [{"wall s": time.perf_counter() - began, "ended": "call again to go on"}]}
-    wall_s, tuned = time.perf_counter() - began, json.loads(out)
+    database = bench.folder / "tune.db"
+    wall_s, tuned = tuning(bench, database, bench.seconds)
+    if tuned is None:
+        return {"rows": [{"wall s": wall_s, "ended": "call again to go on"}]}
     for file in database.parent.glob(f"{database.name}*"):
         file.unlink()
     return {
         "models": "tiny models" if bench.tiny else "8B, with a draft of 0.1B and an EAGLE-3 head",
-        "command": asked.replace(str(bench.file), "ballast/pair.json"),
+        "command": asked_tuning(bench).replace(str(bench.file), "ballast/pair.json"),
         "wall_s": wall_s,
         **tuned_figures(tuned),
     }
+
+
+def asked_tuning(bench: Bench) -> str:
+    """The tuning's command line."""
+    size = "--limit 36 --max-new-tokens 48 --budget 60s --set search.trials=200"
+    if bench.tiny:
+        size = "--limit 18 --max-new-tokens 12 --budget 4s --set search.trials=50"
+    return f"tune --pair {bench.file} --set device={bench.device} {size}"
+
+
+def tuning(bench: Bench, database: Path, limit_s: float) -> tuple[float, Figures | None]:
+    """A tuning's seconds and its JSON; None where it was stopped after ``limit_s``: what is in the
+    database stays, and the next one goes on with it."""
+    began = time.perf_counter()
+    command = [sys.executable, str(ROOT / "cli.py"), "--db", str(database)]
+    command += [*asked_tuning(bench).split(), "--json", "--set", "report=none"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        out, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)
+        child.communicate()
+        return time.perf_counter() - began, None
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return time.perf_counter() - began, json.loads(out)
 
 
 def tuned_figures(tuned: Figures) -> Figures:
