@@ -23,6 +23,8 @@ at the costs that the tuning measured, and writes ``bench/results/gpu-stream-DEV
 
 from __future__ import annotations
 
+import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,12 +45,14 @@ from bench.gpu.rows import Figures, OutOfTimeError, Rows, failed
 from bench.harness import origin, parser_of
 from bench.lab import GREEDY, interval_of, requests, stored
 from spectune.optimizer.execute import DecodeOptions, encode
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.hardware import hardware
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling.measure import measure_profile
 from spectune.traces.cost_table import CostTable, terms_from_json
+from spectune.traces.store import TraceStore
 from spectune.traces.tables import LatencyProfile
 
 TUNED_ON = 36
@@ -105,12 +109,17 @@ class Measurement:
         return Rows(self.out)
 
     @cached_property
+    def tuned(self) -> Figures:
+        """The tuning's figures."""
+        rows = [row for row in self.rows.read() if "winner" in row]
+        if not rows:
+            raise ValueError("nothing is tuned yet")
+        return rows[-1]
+
+    @property
     def policies(self) -> dict[str, Figures]:
         """What takes turns on prompts that nothing was tuned on."""
-        winners = [row["winner"] for row in self.rows.read() if "winner" in row]
-        if not winners:
-            raise ValueError("nothing is tuned yet")
-        return {"published": winners[-1]["policy"], **OTHERS}
+        return {"published": self.tuned["winner"]["policy"], **OTHERS}
 
     @cached_property
     def held_out(self) -> list[DecodeRequest]:
@@ -123,11 +132,18 @@ class Measurement:
     def decoders(self) -> dict[str, Decoder]:
         """By policy, warmed up: each has captured what its rounds need."""
         found, first = {}, replace(self.held_out[0], max_new_tokens=min(16, self.size.tokens))
+        pair, profile = self.bench.pair, profile_from(self.tuned["profile"])
+        how: dict[str, Any] = {"profile": profile, "artifacts": fitted(self.store, pair.id)}
         for name, document in self.policies.items():
-            plan = prepare_for(self.bench.pair, parse_policy(document))
-            found[name] = Decoder(self.bench.pair, StaticSource(plan))
+            plan = prepare_for(pair, parse_policy(document), **how)
+            found[name] = Decoder(pair, StaticSource(plan))
             found[name].decode(first)
         return found
+
+    @property
+    def store(self) -> TraceStore:
+        """The tuning's."""
+        return stored(self.out / "tune.db")
 
     @cached_property
     def sides(self) -> dict[str, Side]:
@@ -157,6 +173,7 @@ class Side:
 
     def __init__(self, bench: Bench, checkout: Checkout) -> None:
         self.bench, self.checkout = bench, checkout
+        self._decoders: dict[str, Any] = {}
 
     @cached_property
     def _pair(self) -> Any:
@@ -167,17 +184,13 @@ class Side:
 
     def forget(self) -> None:
         """Frees what only comparisons need."""
+        self._decoders.clear()
         self.__dict__.pop("_pair", None)
 
     def decoded(self, document: Figures) -> list[Any]:
         """The bench's requests under a policy."""
         with self.checkout.active():
-            module = self.checkout.module
-            decoder_module, schema = module("runtime.decoder"), module("traces.schema")
-            policy = module("runtime.policies.document").parse_policy(document)
-            plan = decoder_module.prepare_for(self._pair, policy)
-            self._pair.reserve(self.bench.encoded.longest)
-            decoder = decoder_module.Decoder(self._pair, module("runtime.loop").StaticSource(plan))
+            decoder, schema = self._decoder(document), self.checkout.module("traces.schema")
             return [
                 decoder.decode(
                     decoder.request(
@@ -189,6 +202,17 @@ class Side:
                 )
                 for _, request in self.bench.encoded.items
             ]
+
+    def _decoder(self, document: Figures) -> Any:
+        """One for each policy, as each captures what its rounds need."""
+        key, module = json.dumps(document), self.checkout.module
+        if key not in self._decoders:
+            self._pair.reserve(self.bench.encoded.longest)
+            policy = module("runtime.policies.document").parse_policy(document)
+            plan = module("runtime.decoder").prepare_for(self._pair, policy)
+            source = module("runtime.loop").StaticSource(plan)
+            self._decoders[key] = module("runtime.decoder").Decoder(self._pair, source)
+        return self._decoders[key]
 
     def draft_ms(self, document: Figures) -> float:
         """Milliseconds in which a round of a policy drafts, the median."""
@@ -274,12 +298,11 @@ def tree(of: Measurement) -> Figures:
 
 def tune(of: Measurement) -> Figures:
     """A tuning, its candidates, and the profile that it measured."""
-    database = of.out / "tune.db"
-    wall_s, tuned = tuning(of.bench, database, of.seconds_left)
+    wall_s, tuned = tuning(of.bench, of.out / "tune.db", of.seconds_left)
     if tuned is None:
         raise OutOfTimeError
     pair, dtype = of.bench.pair, str(of.bench.pair.target.dtype).removeprefix("torch.")
-    profile = next(iter(stored(database).profiles(pair.id, pair.device.type, dtype)))
+    profile = next(iter(of.store.profiles(pair.id, pair.device.type, dtype)))
     kept = ("winner", "confirmed", "reason", "prediction", "texts")
     return {
         "wall_s": wall_s,
@@ -292,10 +315,10 @@ def tune(of: Measurement) -> Figures:
 def prompt(of: Measurement, number: int) -> Figures:
     """A prompt that nothing was tuned on, decoded under each policy in random order."""
     texts, seconds = dict[str, list[int]](), dict[str, float]()
-    names = list(of.policies)
-    for name in np.random.default_rng(number).permutation(names):
-        began = time.perf_counter()
-        decoded = of.decoders[name].decode(of.held_out[number])
+    names, decoders = list(of.policies), of.decoders
+    for place in np.random.default_rng(number).permutation(len(names)):
+        name, began = names[place], time.perf_counter()
+        decoded = decoders[name].decode(of.held_out[number])
         seconds[name] = time.perf_counter() - began
         texts[name] = decoded.trajectory.output_ids.tolist()
     return {"prompt": list(of.held_out[number].prompt_ids), "policy_s": seconds, "texts": texts}
@@ -369,6 +392,7 @@ def measure(of: Measurement, names: Sequence[str]) -> None:
         if name == "tree":
             for side in of.sides.values():
                 side.forget()
+        gc.collect()  # models hold the graphs that hold them
         if of.bench.device == "cuda":
             torch.cuda.empty_cache()
 
