@@ -26,6 +26,9 @@ KINDS = (
 )
 
 
+GATE, GATE_CLIENTS, GATE_COSTS = 1.05, (4, 8, 16), "H100, 8B, sloped"
+
+
 def page() -> str:
     """The page."""
     found, decided = (
@@ -78,6 +81,8 @@ def hardware(found: dict[str, Any]) -> list[str]:
         f"{KINDS} {stamp(found, 'hardware')}",
         "",
         *table(columns, rows),
+        "",
+        gate(found["hardware"]["rows"]),
     ]
 
 
@@ -147,6 +152,25 @@ def _ran(found: dict[str, Any]) -> list[str]:
         "",
         *table(("rule", *heads), rows),
     ]
+
+
+def gate(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether several requests at once on CUDA are worth building, by the less favourable costs."""
+    loads = [f"clients:{clients}" for clients in GATE_CLIENTS]
+    ratios = [
+        row["tree_over_chain"]
+        for row in rows
+        if row["hardware"] == GATE_COSTS and row["temperature"] == 0 and row["load"] in loads
+    ]
+    passed = any(ratio[0] >= GATE for ratio in ratios)
+    clients = ", ".join(map(str, GATE_CLIENTS[:-1])) + f" or {GATE_CLIENTS[-1]}"
+    return (
+        "On CUDA one request is decoded at a time. Several at once are to be built where the best "
+        f"table of policies is at least {GATE} times the best table of chains at {clients} "
+        f"clients. At the sloped costs, temperature 0, the best tree alone is "
+        f"{', '.join(map(_ratio, ratios))} times the best chain there: "
+        f"{'worth building, and not built yet' if passed else 'not worth building'}."
+    )
 
 
 def stamp(found: dict[str, Any], part: str, name: str = "load_native") -> str:
