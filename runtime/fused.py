@@ -193,6 +193,7 @@ class FusedDecoder:
         """``norms``: those before each layer, and the last."""
         self.layers, self.norms, self._rotary = layers, norms, rotary
         self._can_join = skinny_on() and all(layer.can_join for layer in layers)
+        self._turns: tuple[Tensor, Tensor] | None = None
 
     def forward(
         self,
@@ -223,8 +224,20 @@ class FusedDecoder:
 
     def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, D] in the dtype of ``x``."""
+        if self._turns is not None:
+            cos, sin = self._turns
+            return cos[positions], sin[positions]
         cos, sin = self._rotary(x, positions[None])
         return cos[0], sin[0]
+
+    def tabulate(self, size: int) -> None:
+        """Keeps the cosines and sines of positions below ``size``, so that a pass looks them up in
+        two launches instead of computing them; unless ``SPECTUNE_SKINNY`` is off, or they depend on
+        the longest position of a pass."""
+        if not skinny_on() or getattr(self._rotary, "rope_type", "") in ("dynamic", "longrope"):
+            return
+        self._turns, weight = None, self.norms[0][0]
+        self._turns = self.rotary(weight, torch.arange(size, device=weight.device))
 
 
 UNLIKE: Final = "its modules are not those of a Llama, or their weights quantized or shared"

@@ -323,6 +323,11 @@ class CausalModel(SlotModel):
         if len(ids) < rows:
             self._lm_head = _rows_of(self._lm_head, self._token_ids)
 
+    def _allocate(self, tokens: int, *, keep: bool) -> None:
+        super()._allocate(tokens, keep=keep)
+        if self.fused is not None:
+            self.fused.tabulate(self.cache.capacity)
+
     def embedded(self, ids: Tensor) -> Tensor:
         return super().embedded(self._with_row(ids))
 

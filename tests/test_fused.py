@@ -284,6 +284,27 @@ def test_passes_of_products_that_take_in_the_rest_are_those_of_torch(
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "dynamic", "factor": 2.0}]
+)
+def test_turns_that_are_looked_up_are_those_that_are_computed(
+    rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beyond the positions that a scaled model was trained on; dynamic ones are computed."""
+    parameters = {"rope_theta": 10_000.0, "rope_type": "default", **rope}
+    model = tiny(LlamaConfig, num_hidden_layers=1, rope_parameters=parameters)
+    usual = CausalModel(copy.deepcopy(model), "target")
+    monkeypatch.setenv("SPECTUNE_SKINNY", "1")
+    looked_up = CausalModel(model, "target")
+    for each in (usual, looked_up):
+        each.reserve(600)
+    computed: list[Any] = []
+    looked_up.model.model.rotary_emb.register_forward_hook(lambda *_: computed.append(1))
+    ours, exact = (each.chain(torch.arange(40), 500, logits=0)[1] for each in (looked_up, usual))
+    assert torch.equal(ours, exact)
+    assert bool(computed) == (rope.get("rope_type") == "dynamic")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
 def test_a_heads_passes_of_kernels_are_those_of_torch(request: pytest.FixtureRequest) -> None:
     """A prompt with the target's states, then a level of a tree with the head's own."""
