@@ -3,13 +3,13 @@ it tuned for, and is what is then in force the best there.
 
     python bench/run.py serve_circle [--quick]
 
-As a user would: `serve` records what it serves to a few clients under a policy that somebody chose
-by hand; `tune --since` publishes for code what is proved faster; a schedule with `--since` and
-`control` are left alone. Code goes on for a while, which may give no alarm; then all is prose,
-until another tuning has ended. Time is compressed: `control` looks for drift every few seconds in
-place of ten minutes. What is then in force is held, by replay of the prose that was served, against
-what `tune` finds there at rest; what a tuning costs the traffic beside it is tokens/s while one
-runs over those before. The figures go to ``bench/results/serve-circle.json``.
+`serve` records what it serves to a few clients under a policy that somebody chose by hand; each
+labels its requests. A schedule with `--since` and `control` are left alone. Code goes on for a
+while, which may give no alarm; then all is prose, until a tuning has ended. Time is compressed:
+`control` looks for drift every few seconds in place of ten minutes. What is then in force is held,
+by replay of the prose that was served, against what `tune` finds there at rest; what a tuning costs
+the traffic beside it is tokens/s while one runs over those before. The figures go to
+``bench/results/serve-circle.json``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WITHIN = 0.97
 
 
 class Size(NamedTuple):
-    """Seconds of code before the first tuning and after it, of prose at the end; prompts of each
+    """Seconds of code before `control` watches and after, of prose at the end; prompts of each
     kind, the budget of a tuning, and how long each step of the circle may take."""
 
     before_s: float
@@ -53,14 +53,15 @@ class Size(NamedTuple):
     give_up_s: float
 
 
-FULL, TINY = Size(60, 120, 30, 96, "60s", 900), Size(15, 15, 5, 24, "10s", 900)
+FULL, TINY = Size(30, 120, 30, 96, "60s", 1500), Size(10, 20, 5, 24, "10s", 900)
 
 
 def bodies(category: str, count: int) -> list[dict[str, Any]]:
     """Greedy completions of the demo's prompts of a category."""
     found = requests(count, category=category).requests
     how = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
-    return [{**how, "prompt": request.prompt} for request in found]
+    label = {"vllm_xargs": {"spectune_label": category}}
+    return [{**how, **label, "prompt": request.prompt} for request in found]
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "summary": f"{len(early)} alarms in {circle.answered(TURN)} requests of code; prose is "
         f"seen after {delay_s[ALARM]:.0f} s ({circle.answered(ALARM) - circle.answered(TURN)} "
         f"requests), tuned for after {delay_s[TUNED]:.0f} s; in force is then "
-        f"{in_force.policy.label()}, by replay {share:.3f} times as fast there as "
+        f"{in_force.policy.label}, by replay {share:.3f} times as fast there as "
         f"{best['winner']['label']}, which a tuning at rest finds; beside a tuning the traffic "
         f"gets {cost:.2f} of its tokens/s; {len(failed)} requests failed",
         "holds": not early and not failed and share >= WITHIN,
@@ -170,7 +171,6 @@ def run_through(
     store, recent = circle.store, ("--since", "24h")
     publish(store, BY_HAND, PAIR.id)
     time.sleep(size.before_s)
-    run_json("--db", database, "tune", *tuning, *recent)
     run_json("--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent)
     with control(database):
         circle.note(WATCHED)
