@@ -135,7 +135,7 @@ def measure(quick: bool) -> dict[str, Any]:
         best = run_json("--db", database, "tune", *tuning, "--since", about, "--no-publish")
         speeds = [
             run_json("--db", database, "simulate", policy, best["recording"])["tokens_per_s"]
-            for policy in (in_force.policy.id, best["winner"]["policy"])
+            for policy in (in_force.policy.id, best["winner"]["id"])
         ]
         alarms = [alarm.to_json() for alarm in store.alarms(DEPLOYMENT)]
     share, early = speeds[0] / speeds[1], [a for a in alarms if a["at"] < circle.turned.isoformat()]
