@@ -330,6 +330,8 @@ def test_a_database_that_is_away_is_waited_for(
 
 def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path: Path) -> None:
     """Where it is known what the draft proposes and what steps cost; else it says what is not."""
+    later = datetime.fromtimestamp(BEGAN, UTC) + timedelta(minutes=30)
+    store = replace(store, clock=lambda: later)
     store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
     agent, trace = Agent(tmp_path / "folder"), trace_of(40, budget=70)
     follower = Follower(store, agent.folder, "vllm", print, pair=PAIR)
@@ -347,7 +349,7 @@ def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path:
     clients = {"load": {"arrivals": "clients:4"}}
     no_proposals = what_if(store, p, info, clients)
     propose(store)
-    store = replace(store, clock=lambda: datetime.now(UTC) + timedelta(minutes=1))
+    store = replace(store, clock=lambda: later + timedelta(minutes=1))
     no_costs = what_if(store, p, info, clients)
     for gain, why in ((no_proposals, "no panorama"), (no_costs, "what steps cost")):
         assert gain.ratio is None
@@ -356,7 +358,7 @@ def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path:
         at += 100
         served(gamma)
     propose(store)
-    store = replace(store, clock=lambda: datetime.now(UTC) + timedelta(minutes=2))
+    store = replace(store, clock=lambda: later + timedelta(minutes=2))
     for settings in ({}, clients):
         gain = what_if(store, p, info, settings)
         assert gain.ratio is not None, gain.why

@@ -46,7 +46,7 @@ STATIC = [[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 2], [0, 0, 0,
 def artifacts(draft: str) -> Artifacts:
     """A planted classifier and planted bins."""
     weights = {
-        "w1": np.array([[6.0, 0, 0], [0, 0.3, -0.5]], np.float32),
+        "w1": np.array([[6.0, 0.05, 0, 0], [0, 0, 0.3, -0.5]], np.float32),
         "b1": np.array([0.0, 1.0], np.float32),
         "w2": np.array([1.2, 0.8], np.float32),
         "b2": np.array([-2.0], np.float32),
