@@ -133,8 +133,9 @@ def measure(quick: bool) -> dict[str, Any]:
         store, about = circle.store, f"{circle.turned:%Y-%m-%dT%H:%M:%S}"
         (in_force,) = store.in_force()
         best = run_json("--db", database, "tune", *tuning, "--since", about, "--no-publish")
+        replay = ("--db", database, "simulate", "--recording")
         speeds = [
-            run_json("--db", database, "simulate", policy, best["recording"])["tokens_per_s"]
+            run_json(*replay, best["recording"], "--policy", policy)["tokens_per_s"]
             for policy in (in_force.policy.id, best["winner"]["id"])
         ]
         alarms = [alarm.to_json() for alarm in store.alarms(DEPLOYMENT)]
