@@ -84,12 +84,12 @@ def measure(dtype: str, quick: bool) -> dict[str, Any]:
                 server.await_version(publish(store, AUTOREGRESSIVE, PAIR.id))
                 beside = under_load(server, asked, rest, seconds, None)
                 figures["without policies"] = beside
-    differ = len(figures["differ"])
+    differ = figures["texts_differ"]
     holds = not figures["failed"] and figures["memory_grew"] <= GREW
     holds &= dtype != "float64" or not differ
     of_none = figures.get("without policies")
     beside_none = (
-        f" ({len(of_none['differ'])} of {of_none['answers']} under none)" if of_none else ""
+        f" ({of_none['texts_differ']} of {of_none['answers']} under none)" if of_none else ""
     )
     first, token = figures["first_s"], figures["token_s"]
     return {
