@@ -168,6 +168,16 @@ def test_a_tuning_waits_for_the_changed_traffic_and_is_of_it_alone(served: Deplo
     assert job.settings["since"] == "1h"
 
 
+def test_a_schedule_that_is_edited_forgets_since_when_it_was_to_tune(served: Deployment) -> None:
+    add_schedule(served)
+    served.turn_to_prose()
+    settings = {"deployment": "vllm", "since": "2h"}
+    schedule.edit_schedule(served.store.database, "nightly", "@yearly", settings, at_once=True)
+    job = schedule.claim(served.store.database, "worker", lease_s=60)
+    assert job is not None
+    assert job.settings["since"] == "2h"
+
+
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_stationary_traffic_of_mixed_difficulty_gives_no_alarm(served: Deployment) -> None:
     for n in range(30):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -74,23 +75,21 @@ WARM = 600
 # -------------------------------------------------------------------------------------- the rules
 
 
-class Rule:
+class Rule(ABC):
     """How many tokens are drafted for each request of a step (``ask``), of which so many are
     verified (``trim``), and what came of it (``tell``). Of each request its number, where its round
     begins (``starts``), and tokens ``drafted``, ``verified`` and ``accepted``."""
 
+    @abstractmethod
     def ask(self, starts: Ints) -> int:
-        raise NotImplementedError
+        """Before a step."""
 
     def trim(self, requests: Ints, starts: Ints, drafted: Ints) -> Ints:
         return drafted
 
+    @abstractmethod
     def tell(self, starts: Ints, verified: Ints, accepted: Ints) -> None:
-        """Learns nothing by default."""
-
-    def table(self, draft: str) -> Policy:
-        """What is in force for each batch size now, of one that the native decoder can run."""
-        raise NotImplementedError
+        """After it."""
 
 
 @dataclass
@@ -101,6 +100,9 @@ class Constant(Rule):
 
     def ask(self, starts: Ints) -> int:
         return self.steps
+
+    def tell(self, starts: Ints, verified: Ints, accepted: Ints) -> None:
+        """Nothing is learned of it."""
 
 
 SHIPPED: Mapping[int, tuple[Sequence[int], float]] = {
@@ -516,7 +518,7 @@ def executed(quick: bool) -> dict[str, Any]:
 
 def decode(
     pair: LoadedPair,
-    what: Policy | Rule,
+    what: Policy | Average,
     encoded: Encoded,
     clients: int,
     seats: int,
@@ -539,7 +541,7 @@ def decode(
         for one in rounds:
             if one.finish is not None:
                 queue.answered()
-        if isinstance(rule, Rule):
+        if isinstance(rule, Average):
             accepted = np.array([one.step.accepted for one in rounds])
             rule.tell(accepted, accepted, accepted)
             source.prepared = plan()

@@ -1,18 +1,50 @@
-"""Figures of parts that end one after the other, amid a time that may end before them."""
+"""Figures of parts that end one after the other, amid a time that may end before them: the command
+line of such a measurement, its rows, and what is read of them afterwards."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import RESULTS
-from bench.harness import keep, say
+from bench.harness import keep, parser_of, say
+from bench.markdown import table, table_of
+from bench.verdicts import MET, NOT_MET
 from spectune.traces.text import one_line
 
 Figures = dict[str, Any]
+
+
+def command_line(about: str | None) -> ArgumentParser:
+    """What every measurement takes."""
+    parser = parser_of(about)
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help="names as they are printed (default: all)")
+    add("--out", type=Path, metavar="DIR")
+    add("--collect", type=Path, metavar="DIR")
+    add("--results", type=Path, metavar="DIR", help="where --collect writes")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="a tiny size")
+    add("--seconds", type=float, default=440.0, help="after which no part is begun")
+    add("--folder", type=Path, metavar="DIR", help="of the ballasted pair")
+    return parser
+
+
+def begin(parser: ArgumentParser, asked: Namespace) -> None:
+    """Makes the folder of figures, for which torch has one thread; ends with a line where nothing
+    can be measured."""
+    if asked.out is None:
+        parser.error("--out DIR or --collect DIR is expected")
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this torch sees no CUDA device; --device cpu --tiny proves that parts run")
+    torch.set_num_threads(1)
+    asked.out.mkdir(parents=True, exist_ok=True)
 
 
 class OutOfTimeError(Exception):
@@ -33,6 +65,17 @@ class Rows:
     def done(self) -> set[str]:
         """The parts that have figures."""
         return {row["part"] for row in self.read() if "failed" not in row}
+
+    def outcome(self, chosen: Sequence[str], before: int) -> int:
+        """Prints which of the chosen parts failed since there were so many rows, and which were
+        not run; 1 where one failed."""
+        causes = {row["part"]: row["failed"] for row in self.read()[before:] if "failed" in row}
+        for name, cause in causes.items():
+            print(f"failed: {name}: {cause}")
+        if not_run := [name for name in chosen if name not in self.done() | causes.keys()]:
+            print(f"not run: {'; '.join(not_run[:9])}{', ...' * (len(not_run) > 9)}. Call again")
+        print(f"{len(self.done() & {*chosen})} of {len(chosen)} parts done", flush=True)
+        return int(bool(causes))
 
     def add(self, part: str, figures: Figures) -> None:
         with self._file.open("a") as file:
@@ -64,6 +107,34 @@ def shown(row: Mapping[str, Any]) -> Figures:
             is_interval = isinstance(value, list)
             found[name] = "{:.3g} ({:.3g} to {:.3g})".format(*value) if is_interval else value
     return found
+
+
+def unfinished(rows: Mapping[str, Figures]) -> Figures:
+    """What failed, and what of the last plan was not run."""
+    return {
+        "failed": {part: row["failed"] for part, row in rows.items() if "failed" in row},
+        "not_run": [part for part in rows["plan"]["plan"] if part not in rows],
+    }
+
+
+def judged(
+    name: str,
+    folder: Path,
+    figures: Figures,
+    results: Path | None,
+    tables: Collection[str],
+) -> int:
+    """Writes figures with their ``verdicts``, prints these and the named tables; 1 where one is not
+    met."""
+    verdicts = figures["verdicts"]
+    figures["holds"] = NOT_MET not in verdicts.values()
+    file = result_of(name, folder, figures, results)
+    for rows in filter(None, (figures[name] for name in tables)):
+        print("", *table_of([shown(row) for row in rows]), sep="\n")
+    print("", *table(["promise", "verdict"], verdicts.items()), sep="\n")
+    met = sum(verdict == MET for verdict in verdicts.values())
+    print(f"{met} of {len(verdicts)} met\n{file}", flush=True)
+    return int(not figures["holds"])
 
 
 def result_of(name: str, folder: Path, figures: Figures, results: Path | None) -> Path:

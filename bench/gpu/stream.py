@@ -41,8 +41,8 @@ from pairs import chain, top_k
 from bench import ROOT
 from bench.gpu.checkout import Checkout
 from bench.gpu.native import Bench, captured_pass, random_target, tuning
-from bench.gpu.rows import Figures, OutOfTimeError, Rows, failed
-from bench.harness import origin, parser_of
+from bench.gpu.rows import Figures, OutOfTimeError, Rows, begin, command_line, failed
+from bench.harness import origin
 from bench.lab import GREEDY, interval_of, requests, stored
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.stored_artifacts import fitted
@@ -410,30 +410,18 @@ def about(of: Measurement) -> Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help="names as they are printed (default: all)")
-    add("--out", type=Path, metavar="DIR")
-    add("--collect", type=Path, metavar="DIR")
-    add("--results", type=Path, metavar="DIR", help="where --collect writes")
-    add("--before", type=Path, metavar="DIR", help="a folder with another tree named spectune")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true")
-    add("--seconds", type=float, default=440.0, help="after which no part is begun")
-    add("--folder", type=Path, metavar="DIR", help="of the ballasted pair")
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="a folder with another tree named spectune"
+    )
     asked = parser.parse_args(arguments)
     if asked.collect is not None:
         from bench.gpu.stream_collect import collect
 
         return collect(asked.collect, asked.results)
-    if asked.out is None:
-        parser.error("--out DIR or --collect DIR is expected")
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this torch sees no CUDA device; --device cpu --tiny proves that parts run")
+    begin(parser, asked)
     if asked.before is not None and not (asked.before / "spectune" / "runtime").is_dir():
         parser.error(f"--before {asked.before}: it has no folder spectune with a runtime")
-    torch.set_num_threads(1)
-    asked.out.mkdir(parents=True, exist_ok=True)
     folder = asked.folder or ROOT / ".acceptance" / ("ballast-tiny" if asked.tiny else "ballast")
     of = Measurement(
         Bench(asked.device, asked.tiny, asked.seconds, folder.resolve()),
@@ -450,10 +438,4 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{asked.out} has figures of {min(others)}; name another folder")
     chosen, before = asked.parts or names, len(of.rows.read())
     measure(of, chosen)
-    causes = {row["part"]: row["failed"] for row in of.rows.read()[before:] if "failed" in row}
-    for name, cause in causes.items():
-        print(f"failed: {name}: {cause}")
-    if not_run := [name for name in chosen if name not in of.rows.done() | causes.keys()]:
-        print(f"not run: {not_run[0]} to {not_run[-1]}. Call again to go on")
-    print(f"{len(of.rows.done() & {*chosen})} of {len(chosen)} parts done", flush=True)
-    return int(bool(causes))
+    return of.rows.outcome(chosen, before)

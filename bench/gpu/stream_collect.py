@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from bench.gpu.rows import Figures, Rows, result_of, shown
+from bench.gpu.rows import Figures, Rows, judged, shown, unfinished
 from bench.gpu.stream import OTHERS, profile_from
 from bench.lab import demo, interval_of, stored
-from bench.markdown import table, table_of
 from bench.served.live import ratio, temporary_folder
-from bench.verdicts import MET, NOT_MET, NOT_SHOWN, at_least, at_most, exactly
+from bench.verdicts import NOT_SHOWN, at_least, at_most, exactly
 from spectune.optimizer.recording.record import PanoramaSpec, record_panoramas
 from spectune.optimizer.replay.trace import simulate
 from spectune.runtime.policies.document import Policy, parse_policy
@@ -170,18 +169,9 @@ def collect(folder: Path, results: Path | None) -> int:
         "tuned": {name: each for name, each in tuned.items() if name != "profile"},
         "policies": turns(done, profile),
         "costs": costs,
-        "failed": {part: row["failed"] for part, row in rows.items() if "failed" in row},
-        "not_run": [part for part in last["plan"] if part not in rows],
+        **unfinished(rows),
     }  # fmt: skip
     figures["verdicts"] = verdicts(figures)
-    figures["holds"] = NOT_MET not in figures["verdicts"].values()
-    file = result_of("gpu-stream", folder, figures, results)
-    for name in ("passes", "policies"):
-        if figures[name]:
-            print("", *table_of([shown(row) for row in figures[name]]), sep="\n")
     for what, each in {**figures["drafting"], "tree tokens/s": figures["tree"]}.items():
         print(f"{what}: {shown(each)}")
-    print("", *table(["promise", "verdict"], figures["verdicts"].items()), sep="\n")
-    met = sum(verdict == MET for verdict in figures["verdicts"].values())
-    print(f"{met} of {len(figures['verdicts'])} met\n{file}")
-    return int(not figures["holds"])
+    return judged("gpu-stream", folder, figures, results, ("passes", "policies"))

@@ -44,8 +44,8 @@ import torch
 
 from bench import ROOT
 from bench.gpu import ballast
-from bench.gpu.rows import Figures, OutOfTimeError, Rows, failed, tell
-from bench.harness import origin, parser_of
+from bench.gpu.rows import Figures, OutOfTimeError, Rows, begin, command_line, failed, tell
+from bench.harness import origin
 from bench.lab import GREEDY, stored
 from bench.served.live import (
     DRAFT,
@@ -525,18 +525,10 @@ def kind(plan: Figures) -> str:
 
 
 def main(arguments: Sequence[str], places: Places | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = command_line(__doc__)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help="names as they are printed (default: all)")
-    add("--out", type=Path, metavar="DIR")
-    add("--collect", type=Path, metavar="DIR")
-    add("--results", type=Path, metavar="DIR", help="where --collect writes")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="a tiny size, of the demo pair as it is")
-    add("--seconds", type=float, default=440.0, help="after which no part is begun")
     add("--draft", choices=("small", "head"), default=DRAFT, help="of the pair (default: small)")
     add("--tune", action="store_true", help="a tuning and retraces")
-    add("--folder", type=Path, metavar="DIR", help="of the ballasted pair")
     add("--in-process", action="store_true", help="run the parts in this process's engine")
     asked = parser.parse_args(arguments)
     if asked.collect is not None:
@@ -548,12 +540,7 @@ def main(arguments: Sequence[str], places: Places | None = None) -> int:
             parser.error(f"{asked.collect} has no rows.jsonl of a measurement")
         read = collect_tuned if plans[-1]["tunes"] else collect
         return read(asked.collect, asked.results)
-    if asked.out is None:
-        parser.error("--out DIR or --collect DIR is expected")
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this torch sees no CUDA device; --device cpu --tiny proves that parts run")
-    torch.set_num_threads(1)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    begin(parser, asked)
     bench = Bench(
         asked.device,
         TINY if asked.tiny else FULL,
@@ -577,13 +564,7 @@ def main(arguments: Sequence[str], places: Places | None = None) -> int:
         return 0
     before = len(rows.read())
     measure(bench, places or OwnPlaces(), chosen)
-    causes = {row["part"]: row["failed"] for row in rows.read()[before:] if "failed" in row}
-    for name, cause in causes.items():
-        print(f"failed: {name}: {cause}")
-    if not_run := [name for name in chosen if name not in rows.done() | causes.keys()]:
-        print(f"not run: {'; '.join(not_run)}. Call again to go on")
-    print(f"{len(rows.done() & {*chosen})} of {len(chosen)} parts done", flush=True)
-    return int(bool(causes))
+    return rows.outcome(chosen, before)
 
 
 if __name__ == "__main__":

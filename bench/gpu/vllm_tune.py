@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.gpu.rows import Figures, OutOfTimeError, Rows, result_of, shown
+from bench.gpu.rows import Figures, OutOfTimeError, Rows, judged, unfinished
 from bench.gpu.vllm import Bench, Part
 from bench.harness import say
 from bench.lab import requests, stored
-from bench.markdown import table, table_of
 from bench.served import retrace_cost
 from bench.served.live import PAIR, demo_prompts, ratio, temporary_folder
 from bench.served.load import take_turns
 from bench.served.retrace_cost import SHARE, Beside
 from bench.served.tune_url import tune
-from bench.verdicts import MET, NOT_MET, NOT_SHOWN, at_least, exactly
+from bench.verdicts import NOT_SHOWN, at_least, exactly
 from spectune.engines.engine import Load, Prompt, numbered
 from spectune.engines.vllm.folder import own_policy
 from spectune.engines.vllm.running import RunningServer
@@ -218,18 +217,10 @@ def collect_tuned(folder: Path, results: Path | None) -> int:
         "predictions": predictions(row),
         "in_turns": beside_others(rows),
         "retraces": [row for part, row in rows.items() if "busy_share" in row],
-        "failed": {part: row["failed"] for part, row in rows.items() if "failed" in row},
-        "not_run": [part for part in last["plan"] if part not in rows],
+        **unfinished(rows),
     }
     figures["verdicts"] = verdicts(figures)
-    figures["holds"] = NOT_MET not in figures["verdicts"].values()
-    file = result_of("gpu-vllm-tuned", folder, figures, results)
-    for name in ("predictions", "in_turns"):
-        if figures[name]:
-            print("", *table_of([shown(row) for row in figures[name]]), sep="\n")
     for retraced in figures["retraces"]:
         say(retraced)
-    print("", *table(["promise", "verdict"], figures["verdicts"].items()), sep="\n")
-    met = sum(verdict == MET for verdict in figures["verdicts"].values())
-    print(f"{row.get('reason', 'not tuned')}\n{met} of {len(figures['verdicts'])} met\n{file}")
-    return int(not figures["holds"])
+    say(row.get("reason", "not tuned"))
+    return judged("gpu-vllm-tuned", folder, figures, results, ("predictions", "in_turns"))

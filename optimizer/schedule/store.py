@@ -118,7 +118,7 @@ def edit_schedule(
     and for a time that cannot be read."""
     with database.write() as session:
         row = _get(session, name)
-        row.cron, row.tz, row.settings = cron, tz, dict(settings)
+        row.cron, row.tz, row.settings, row.since = cron, tz, dict(settings), None
         row.next_at = _first_slot(cron, tz, database.now(session), at_once)
         return row
 
