@@ -23,9 +23,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.checks.serving import DEPLOYMENT, Clients, publish, serve
 from bench.harness import Part, say
 from bench.lab import chain, requests, stored
-from bench.serve.live import DEPLOYMENT, Clients, publish, serve
 from bench.served.live import PAIR, command, run_json, temporary_folder
 from spectune.optimizer.schedule import history
 from spectune.traces.errors import EngineError

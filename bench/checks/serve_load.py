@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.checks.serving import Answer, Clients, Serving, publish, serve
 from bench.harness import Part, say
 from bench.lab import requests, stored
-from bench.serve.live import Answer, Clients, Serving, publish, serve
 from bench.served.live import PAIR, temporary_folder
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 

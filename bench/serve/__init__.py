@@ -1,1 +1,0 @@
-"""What `spectune serve` does amid traffic that does not stop."""
