@@ -192,6 +192,8 @@ class FakeVllm(ThreadingHTTPServer):
             document = {"version": 0}
         except ValueError:  # half-written
             return
+        if not isinstance(document["version"], int):  # the agent keeps its table
+            return
         before, trial = (self.in_force, self.tried is None), None
         self.in_force = document["version"], document.get("policy", "")
         if tried := document.get("trial"):

@@ -74,7 +74,7 @@ def test_parts_go_on_and_what_came_back_is_read(
     where = ["--device", "cpu", "--tiny", "--folder", str(ballast), "--out", str(out)]
     where += ["--before", str(before)]
     assert stream.main(["drafting", "tree", "tune", "prompt 0", *where, "--seconds", "0"]) == 0
-    assert "not run: drafting to prompt 0. Call again to go on" in capsys.readouterr().out
+    assert "not run: drafting; tree; tune; prompt 0. Call again to go on" in capsys.readouterr().out
     assert stream.main(["tree", "prompt 0", *where]) == 1
     assert "failed: prompt 0: ValueError: nothing is tuned yet" in capsys.readouterr().out
     policy, profile = parse_policy(POLICY), flat_profile("demo", ["small"], ["head"])

@@ -19,6 +19,8 @@ from bench.verdicts import MET, NOT_MET
 from spectune.traces.text import one_line
 
 Figures = dict[str, Any]
+NAMED = 12
+"""Most parts that are named as not run."""
 
 
 def command_line(about: str | None) -> ArgumentParser:
@@ -73,7 +75,8 @@ class Rows:
         for name, cause in causes.items():
             print(f"failed: {name}: {cause}")
         if not_run := [name for name in chosen if name not in self.done() | causes.keys()]:
-            print(f"not run: {'; '.join(not_run[:9])}{', ...' * (len(not_run) > 9)}. Call again")
+            more = f"; ... {not_run[-1]}" * (len(not_run) > NAMED)
+            print(f"not run: {'; '.join(not_run[:NAMED])}{more}. Call again to go on")
         print(f"{len(self.done() & {*chosen})} of {len(chosen)} parts done", flush=True)
         return int(bool(causes))
 
