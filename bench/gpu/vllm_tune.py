@@ -37,8 +37,8 @@ LIMIT_ERROR = 0.08
 
 class Tuning(NamedTuple):
     """How much is tuned and executed: the command's size and clients; prompts that it has not seen,
-    their new tokens, and turns of each policy at a number of clients; texts that are retraced and
-    the clients beside."""
+    their new tokens, and turns of each policy at a number of clients; texts that are retraced, the
+    clients beside, and the share of the time that a retrace may take."""
 
     size: tuple[object, ...]
     tuned_on: int
@@ -47,6 +47,7 @@ class Tuning(NamedTuple):
     turns: int
     retraced: int
     beside: tuple[int, ...]
+    share: float = SHARE
 
 
 NO_PAGE = ("--set", "report=none")
@@ -62,11 +63,12 @@ FULL = Tuning(
 TINY = Tuning(
     ("--limit", 24, "--max-new-tokens", 8, "--budget", "1s", "--set", "search.trials=12", *NO_PAGE),
     tuned_on=24,
-    clients=(1, 2),
+    clients=(2,),
     tokens=8,
-    turns=2,
+    turns=1,
     retraced=1,
     beside=(2,),
+    share=0.5,
 )
 
 
@@ -149,7 +151,7 @@ def retraces(bench: Bench, clients: int, server: RunningServer) -> Figures:
     size = tuning_of(bench)
     with temporary_folder() as folder:
         prompts = demo_prompts(48, retrace_cost.TOKENS)
-        beside = Beside(stored(folder / "x.db"), server, bench.policy(3), prompts)
+        beside = Beside(stored(folder / "x.db"), server, bench.policy(3), prompts, size.share)
         return beside.traffic(beside.full_length()[: size.retraced], clients)
 
 

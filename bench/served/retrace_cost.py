@@ -109,13 +109,14 @@ def measure(quick: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Beside:
-    """Retraces beside traffic: where texts are recorded, the server, what it drafts by, and the
-    prompts that clients send it."""
+    """Retraces beside traffic: where texts are recorded, the server, what it drafts by, the prompts
+    that clients send it, and the share of the time that a retrace may take."""
 
     store: TraceStore
     server: RunningServer
     policy: Policy
     prompts: Sequence[Prompt]
+    share: float = SHARE
 
     def full_length(self) -> list[Prompt]:
         """The prompts whose texts do not end before their last token."""
@@ -143,7 +144,7 @@ class Beside:
         time.sleep(2 * SETTLE_S)
         for text in texts:
             began = time.time()
-            retraced = Retracer(self.store, text, self.server, share=SHARE).run()
+            retraced = Retracer(self.store, text, self.server, share=self.share).run()
             with_it.append((began, ended := time.time()))
             busy, positions = busy + retraced.busy_s, positions + retraced.positions
             time.sleep(SETTLE_S)
