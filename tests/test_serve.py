@@ -444,6 +444,24 @@ def test_a_client_that_leaves_frees_its_seat(server: Served, plain: Served, stre
     assert 'status="499"' in server.get("/metrics").text
 
 
+def test_a_client_that_reads_nothing_holds_up_nobody(server: Served, plain: Served) -> None:
+    """Its texts end, and their seats are free, though what they say is never fetched."""
+    body = {"prompt": "x", "max_tokens": 480, "ignore_eos": True, "n": 3, "logprobs": 5}
+    content = json.dumps({"model": MODEL, **body, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    beside = {"prompt": LONG, "max_tokens": 40, "seed": 8}
+    with closing(socket.socket()) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        before = server.metric("vllm:generation_tokens_total")
+        deaf.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        eventually(lambda: server.thread.running >= 3)
+        assert server.texts("completions", **beside) == plain.texts("completions", **beside)
+        eventually(lambda: server.thread.running == server.thread.waiting == 0)
+        assert server.metric("vllm:generation_tokens_total") - before == 3 * 480 + 40
+        assert server.texts("completions", **beside) == plain.texts("completions", **beside)
+
+
 def test_too_many_wait(pair: LoadedPair) -> None:
     """Those that are taken have their texts; the others are told when to come again."""
     plan = prepare(AUTOREGRESSIVE, pair.draft_names)

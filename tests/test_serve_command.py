@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 from databases import opened, put_in_force
+from disks import full, mounts, unmount
 from doors import Door, Started
 from http_server import MODEL, Served, chunks_of, served
 from pairs import fixed, top_k
@@ -244,6 +245,44 @@ def test_a_database_that_goes_away_stops_nothing(tmp_path: Path, pair: LoadedPai
         for file in tmp_path.glob("gone.db.away"):
             path.rmdir()
             os.rename(file, path)
+
+
+def test_a_full_disk_stops_nothing(tmp_path: Path, pair: LoadedPair) -> None:
+    """What has no room is counted; once there is room again, texts are recorded again."""
+    (folder := tmp_path / "disk").mkdir()
+    if not mounts("-t", "tmpfs", "-o", "size=4m", "tmpfs", folder):
+        pytest.skip("no file system may be mounted here")
+    try:
+        with opened(folder / "full.db") as store:
+            store.put_pair(pair.id, pair.spec.name, pair.spec.to_json(), pair.spec.models)
+            with recorded(store, pair, 1.0) as (server, recorder):
+                expected = server.texts("completions", **BODY)
+                eventually(lambda: recorder.status.written == 1)
+                with full(folder):
+                    for n in range(8):
+                        assert server.texts("completions", **BODY, user=str(n)) == expected
+                    eventually(lambda: recorder.status.error)
+                assert server.texts("completions", **BODY) == expected
+            status = recorder.status
+            assert status.written + status.dropped == 10
+            assert status.written == len(texts_of(store))
+    finally:
+        unmount(folder)
+
+
+def test_sigterm_waits_no_longer_than_it_is_told_for_a_client_that_reads_nothing(
+    door: Door,
+) -> None:
+    asked = {**BODY, "max_tokens": 480, "ignore_eos": True, "logprobs": 5, "n": 3, "stream": True}
+    content = json.dumps(asked).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with process(door, drain="1s") as (started, url), closing(socket.socket()) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        deaf.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        eventually(lambda: metric(url, "vllm:generation_tokens_total") == 3 * 480)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(PATIENCE_S) == 0
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -10,12 +10,11 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -24,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 from agent_stub import SOURCE, Faults, lines, module_of, publish, put, status
+from disks import full, mounts, unmount
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_engine import PROMPTS, Steps
 from waiting import eventually
@@ -186,17 +186,6 @@ def _serve_scenes(
 
 
 @contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Its file system has no byte left."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    yield
-    ballast.unlink()
-
-
-@contextmanager
 def removed(folder: Path) -> Iterator[None]:
     folder.rename(folder.with_name(f"{folder.name}-aside"))
     yield
@@ -231,15 +220,6 @@ TROUBLES = {
     "policy.json is a list": wrong("[]"),
     "policy.json has other keys": wrong('{"format": 1, "version": 2, "windows": [3]}'),
 }
-
-
-def mounts(*arguments: str | Path) -> bool:
-    """Whether the system mounts that for us."""
-    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
-
-
-def unmount(folder: Path) -> None:
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def break_folder(steps: Steps, expected: Texts, parent: Path) -> dict[str, Any]:

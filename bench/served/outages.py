@@ -20,9 +20,9 @@ import numpy as np
 import sqlalchemy as sa
 from agent_stub import publish, serve_until, status
 from databases import Server, opened, server_binaries
+from disks import full, mounts, unmount
 from doors import Door
 from vllm_engine import PROMPTS, SCHEDULER, engine
-from vllm_faults import full, mounts, unmount
 from waiting import eventually
 
 from bench.harness import say
