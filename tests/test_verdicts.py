@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import lab, report, verdicts
+from bench import lab, load_page, report, verdicts
 from bench.papers import claims, pages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,9 +223,9 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim() -> None:
     assert f"costs a chain {low} to {high}% of its speed" in said
 
 
-def test_the_first_result_is_of_a_public_model_and_says_what_was_not_shown() -> None:
+def test_what_a_public_model_reaches_says_what_was_not_shown() -> None:
     said = report.highlights()
-    assert said.startswith("**Gemma 3 270M**")
+    assert "\n**Gemma 3 270M**" in said
     tunings = [d for d in report.load("real-tuned").values() if d.get("drafts") == "ngram"]
     assert said.count("not published") == sum(
         bool(d["confirmed"]) and not d["published"] for d in tunings
@@ -277,6 +277,37 @@ def test_the_page_of_a_paper_begins_with_verdicts_and_its_tables_are_narrow(page
     used = {int(n) for row in rows for found in re.findall(r"\(([\d, ]+)\) \|$", row)
             for n in found.split(", ")}  # fmt: skip
     assert notes == used == set(range(1, len(notes) + 1))
+
+
+@pytest.mark.parametrize("page", ["heterospec", "c2t", "dynaspec"])
+def test_the_first_line_of_a_papers_page_says_what_holds_and_why_not_the_rest(page: str) -> None:
+    first = report.paper_page(page).splitlines()[2]
+    assert "What holds: " in first
+    assert len(first.split()) < 100
+
+
+@pytest.mark.parametrize(
+    ("ratio", "says"),
+    [
+        ([1.14, 1.04, 1.2], "worth building by the estimate, not by its interval"),
+        ([1.14, 1.06, 1.2], "chain there: worth building; not built yet"),
+        ([1.04, 1.01, 1.2], "not worth building"),
+    ],
+)
+def test_several_requests_on_cuda_are_worth_building_by_an_interval(
+    ratio: list[float], says: str
+) -> None:
+    row = {"hardware": load_page.GATE_COSTS, "temperature": 0, "load": "clients:8"}
+    assert says in load_page.gate([{**row, "tree_over_chain": ratio}])
+
+
+def test_under_load_the_page_begins_with_what_to_use() -> None:
+    lines = load_page.page().splitlines()
+    head = lines[: lines.index("## Who decides best under load")]
+    assert len(" ".join(head).split()) < 250
+    rows = report.load("rules")["replayed"]["rows"]
+    none = [row["over"]["none"][0] for row in rows if row["clients"]]
+    assert f"**Not to draft** has {min(none):.2f} to {max(none):.2f}" in "\n".join(head)
 
 
 def test_results_are_a_page() -> None:

@@ -3,8 +3,9 @@ by `python bench/report.py`."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from bench.labels import short
@@ -22,11 +23,89 @@ JUDGED: Final = (MET, AGREES, NOT_SHOWN, NOT_MET)
 
 
 class Paper(NamedTuple):
-    """A paper's title, and the claims that its first lines sum up: (what they are, keys of
-    :data:`papers.claims.CLAIMS`)."""
+    """A paper's title, the claims that its first lines sum up: (what they are, keys of
+    :data:`papers.claims.CLAIMS`), and what says of its rows what holds, and why not the rest."""
 
     title: str
     groups: Mapping[str, Sequence[str]]
+    answer: Callable[[Sequence[Figures]], str] = lambda rows: ""
+
+
+def of_claim(rows: Iterable[Figures], claim: str, place: str = "") -> list[Figures]:
+    """The rows of a claim whose cell names a place."""
+    return [row for row in rows if row["claim"] == claim and place in row["cell"]]
+
+
+def _ends(rows: Iterable[Figures], decimals: int = 3) -> str:
+    """Smallest and largest of our figures."""
+    values = [row["ours"][0] for row in rows]
+    return " to ".join(dict.fromkeys(f"{end:.{decimals}f}" for end in (min(values), max(values))))
+
+
+def _told(rows: Iterable[Figures], pattern: str, decimals: int = 0) -> str:
+    """Smallest and largest number that a pattern finds in the causes of rows."""
+    found = [float(hit[1]) for row in rows if (hit := re.search(pattern, row["why"]))]
+    return " to ".join(dict.fromkeys(f"{end:.{decimals}f}" for end in (min(found), max(found))))
+
+
+DEEPENED = r"(\d+)% of \d+ fitted rounds in the three low bins"
+FULLY = r"(\d+)% of these fully accepted"
+
+
+def _heterospec(rows: Sequence[Figures]) -> str:
+    shallow, deep = (of_claim(rows, "tau", f"depth {depth}") for depth in (5, 8))
+    against = of_claim(rows, "adaedl")
+    edge = sum("edge of its grid" in row["why"] for row in against)
+    return (
+        f"What holds: pruning keeps {_ends(of_claim(rows, 'kept'))} of tau. Why not the rest: "
+        f"entropy picks few rounds to deepen, {_told(shallow, DEEPENED)}% at depth 5 and "
+        f"{_told(deep, DEEPENED)}% at depth 8, and of these {_told(shallow, FULLY)}% and "
+        f"{_told(deep, FULLY)}% are accepted whole. Over AdaEDL it is met at `70b` alone, where "
+        f"AdaEDL has {_ends(of_claim(rows, 'adaedl tuned', '70b'))} of EAGLE-2's speed; in {edge} "
+        f"of {len(against)} figures its threshold is the last of its grid."
+    )
+
+
+def _c2t(rows: Sequence[Figures]) -> str:
+    sampled = of_claim(rows, "nodes 1")
+    return (
+        "What holds: greedy trees need fewer verified tokens, by a classifier that also reads "
+        "log joint probability. Why little is speed: where a pass reads weights, "
+        f"verified tokens are almost free (`70b`, {_ends(of_claim(rows, 'tuned', '70b'))}). At "
+        f"temperature 1 its AUC is {_told(sampled, 'AUC ([0-9.]+[0-9])', 2)}, joint probability's "
+        f"{_told(sampled, 'by joint probability ([0-9.]+[0-9])', 2)}."
+    )
+
+
+def _dynaspec(rows: Sequence[Figures]) -> str:
+    routed = of_claim(rows, "routed")
+    wide = [row for row in routed if "wide" in row["cell"]]
+    demo = [row for row in routed if "wide" not in row["cell"]]
+    executed = ", ".join(
+        f"{row['cell'].split(', ')[1]} {row['ours'][0]:.2f}" for row in of_claim(rows, "executed")
+    )
+    return (
+        "What holds: a quarter of the vocabulary keeps tau. No speed is shown: a head of 4,096 "
+        f"tokens costs too little to save (executed, of the whole head's speed: {executed}). "
+        f"Over FR-Spec a router has {_ends(demo)} of its tau here, and {_ends(wide)} on the pair "
+        "`wide`, where FR-Spec's list holds "
+        f"{_told(wide, 'FR-Spec.s first choice in it ([0-9.]+)%', 1)}% of first choices."
+    )
+
+
+def _on_the_fly(rows: Sequence[Figures]) -> str:
+    tuned = {row["cell"]: row for row in rows if row["claim"] in ("tuned", "tuned 1")}
+    most = max(of_claim(rows, "window"), key=lambda row: float(row["ours"][0]))
+    beyond = [row for row in tuned.values() if verdict(row) == MET]
+    late = sum("tokens 48 to 256" in row["cell"] for row in beyond)
+    return (
+        f"Windows hardly adapt: the best constant is beaten in {len(beyond)} of {len(tuned)} "
+        f"figures ({late} after 48 tokens). The constant 5 is beaten by a better length: where by "
+        f"most, {most['ours'][0]:.3f}, the best constant is not "
+        f"({tuned[most['cell']]['ours'][0]:.3f}). The best window of each "
+        "request, known beforehand, would gain "
+        f"{_told(tuned.values(), 'known beforehand, gains ([0-9.]+)%', 1)}%."
+    )
 
 
 EXECUTED = {"Executed": ("executed",)}
@@ -39,6 +118,7 @@ PAPERS: Final = {
             "Speed, both tuned": ("tuned",),
             **EXECUTED,
         },
+        _heterospec,
     ),
     "c2t": Paper(
         "C2T",
@@ -48,6 +128,7 @@ PAPERS: Final = {
             "Speed, both tuned": ("tuned",),
             **EXECUTED,
         },
+        _c2t,
     ),
     "dynaspec": Paper(
         "DynaSpec",
@@ -57,6 +138,7 @@ PAPERS: Final = {
             "Tau with fewer clusters at later steps": ("decayed",),
             **EXECUTED,
         },
+        _dynaspec,
     ),
     "on_the_fly": Paper(
         "On-the-fly adaptation",
@@ -66,6 +148,7 @@ PAPERS: Final = {
             "A draft for each prompt": ("choice",),
             **EXECUTED,
         },
+        _on_the_fly,
     ),
     "verifier": Paper(
         "The verifier, and our own score",
@@ -89,16 +172,18 @@ ABOUT = (
     "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
     "intervals (95%) are over requests and do not hold the error of costs. Ratios; below 1 is a "
     "loss, of verified tokens and seconds a gain. Costs: `cpu`, two CPU cores; `h100`, rounds of a "
-    "pair ballasted to 8B; `70b`, a 70B target. A figure is met where the unfavourable end of our "
-    "interval reaches the smallest gain of the paper's table. It agrees where the interval has a "
-    "part in the paper's range and excludes that nothing is gained. Without an interval, as no "
-    "request changes it, it is certain, and counted apart. What is executed is to have replay's "
-    "figure inside its interval. Policies are in short form; `bench/results/papers.json` spells "
-    "them out. What is measured, and what is done otherwise: [the papers](../papers.md)."
+    "pair ballasted to 8B; `70b`, a 70B target. *Met*: the unfavourable end of our interval "
+    "reaches the smallest gain of the paper's table; of what was executed, replay's figure lies "
+    "inside its interval. *Agrees*: the interval reaches into the paper's range and excludes that "
+    "nothing is gained. *Certain*: no request changes it. Policies in full: "
+    "`bench/results/papers.json`. What is done otherwise: [the papers](../papers.md)."
 )
 
 
-APART = "Ours alone, or what the paper has no figure for, as at temperature 1: no verdict."
+APART = "Ours alone, or without a figure of the paper: no verdict."
+
+IN_TURN = "dealt in turn, so modules, documents and templates are in both"
+"""How the requests of older parts were dealt, as their samples say it."""
 
 
 def rows_of(figures: Figures, paper: str) -> list[Figures]:
@@ -113,7 +198,7 @@ def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ())
     notes: dict[str, int] = {}
     lines = [f"# {PAPERS[paper].title}", "", *verdicts(paper, rows), "", *first]
     lines += ["## On the demo pair", ""] if first else []
-    apart = [row for row in rows if verdict(row) == NOT_COMPARABLE]
+    apart = [row for row in rows if verdict(row) == NOT_COMPARABLE and row["claim"] != "saturation"]
     lines += _tables([row for row in rows if verdict(row) != NOT_COMPARABLE], notes)
     if apart:
         lines += ["## Held against nothing", "", APART, "", *_tables(apart, notes)]
@@ -125,9 +210,12 @@ def page(figures: Figures, made: Figures, paper: str, first: Sequence[str] = ())
     for name in parts:
         part, of = figures[name], made[name]
         cpu = [f"`cpu` was {part['costs']['cpu']}"] if part["costs"] else []
-        about = "; ".join((f"{of['measured']}, code of {of['code']}", *part["samples"], *cpu))
+        samples = [sample.replace(IN_TURN, "dealt in turn") for sample in part["samples"]]
+        about = "; ".join((f"{of['measured']}, code of {of['code']}", *samples, *cpu))
         told.append(f"- `python {part['command']}`: {about}")
     told += [f"- costs `{cost}`: {source}" for cost, source in costs.items() if cost != "cpu"]
+    if any(IN_TURN in sample for name in parts for sample in figures[name]["samples"]):
+        told.append(f"- {IN_TURN}")
     lines += ["## How it was measured", "", ABOUT, "", *told, ""]
     return "\n".join(lines)
 
@@ -148,16 +236,17 @@ def _tables(rows: Sequence[Figures], notes: dict[str, int]) -> list[str]:
 
 
 def verdicts(paper: str, rows: Sequence[Figures]) -> list[str]:
-    """At most five lines: how many verdicts there are, and each group of claims."""
+    """At most five lines: how many verdicts there are, what holds and why not the rest, and each
+    group of claims."""
     held = [row for row in rows if verdict(row) != NOT_COMPARABLE]
-    first = f"- **{_word(held)}.** {len(held)} figures are held against a bar: {_counts(held)}."
-    lines = [first]
+    first = f"- **{_word(held)}**: {_counts(held)}. {PAPERS[paper].answer(rows)}"
+    lines = [first.rstrip()]
     for title, claims in PAPERS[paper].groups.items():
         group = [row for row in rows if row["claim"] in claims]
         if claims == ("executed",):
             inside = sum(verdict(row) == MET for row in group)
-            lines.append(f"- {title}: replay's figure lies inside the executed interval in "
-                         f"{inside} of {len(group)} policies.")  # fmt: skip
+            lines.append(f"- {title}: ours {_ends(group)}; replay's figure lies inside the "
+                         f"interval in {inside} of {len(group)} policies.")  # fmt: skip
             continue
         values = [row["ours"][0] for row in group if row["ours"][0] is not None]
         said = dict.fromkeys(CLAIMS[claim].figure for claim in claims)
@@ -182,10 +271,15 @@ def by_saturation(figures: Figures) -> list[str]:
         at = "" if ("tau", cell) in ours else " 1"
         told = ("saturation", cell), (f"tau{at}", cell), (f"speed{at}", f"{cell}, 70b")
         rows.append((cell, *(figure(ours[key]) for key in told)))
+    low, high = map(float, re.findall(r"\d\.\d+", CLAIMS["saturation"].figure))
+    alike = [
+        {"ours": ours["tau", cell]} for cell in cells if low <= ours["saturation", cell][0] <= high
+    ]
     about = (
         "HeteroSpec deepens trees whose every level is accepted, so there is as much to gain as "
-        "EAGLE-2 accepts of its depth + 1 tokens, which falls with the depth. In the paper it "
-        "accepts about 0.67 to 0.86 of them."
+        "EAGLE-2 accepts of its depth + 1 tokens, which falls with the depth. It is not the whole "
+        f"reason: where it accepts as many as in the paper ({low} to {high}), tau is "
+        f"{_ends(alike)} of EAGLE-2's, and not {CLAIMS['tau'].figure}."
     )
     columns = ("EAGLE-2's tree", "tau / (depth + 1)", "tau over EAGLE-2's", "speed, 70b")
     return ["## The gain by the baseline's depth", "", about, "", *table(columns, rows)]
@@ -252,9 +346,10 @@ def _row(
             told.setdefault(verdict(group[draft]), []).append(draft)
     words = "; ".join(
         kind if len(told) == 1 else f"{', '.join(of)} {kind}" for kind, of in told.items()
-    )
+    ).replace(NOT_COMPARABLE, "")
     numbers = [notes.setdefault(why, len(notes) + 1) for why in _causes(group)]
-    return (*key, *cells, words + f" ({', '.join(map(str, numbers))})" * bool(numbers))
+    noted = f"{words} ({', '.join(map(str, numbers))})" if numbers else words
+    return (*key, *cells, noted.strip())
 
 
 def figure(ours: Sequence[float | None]) -> str:
