@@ -58,7 +58,7 @@ def headline() -> str:
     (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
     proved = "published" if d["published"] else "not beyond noise"
     return (
-        f"Gemma 3 270M on a CPU with prompt lookup: **{ratio:.2f} times autoregression** "
+        f"Gemma 3 270M on a CPU with prompt lookup: {ratio:.2f} times autoregression "
         f"({level()} interval {low:.2f} to {high:.2f}), {proved}."
     )
 
@@ -70,7 +70,7 @@ def summary() -> str:
     return (
         "**Gemma 3 270M**, a public model, with prompt lookup, one thread of a shared CPU, times "
         f"autoregression ({level()} interval; {' or '.join(map(str, held))} requests held out): "
-        f"{'; '.join(told)}. Left out: drafts that are models; larger workloads, which prove more. "
+        f"{'; '.join(told)}. Left out: drafts that are models. "
         "Beside transformers: [Gemma](docs/gemma.md)"
     )
 
@@ -171,9 +171,8 @@ def large_vocabulary() -> list[str]:
         *table(columns, rows),
         f"What the product with so many rows costs of a pass of a draft of {costs['layers']} "
         f"layers with the target's embeddings, one token, {costs['threads']} thread"
-        f"{'s' * (costs['threads'] > 1)} of a CPU that others use (load average {busy:.0f}, so "
-        "milliseconds are more than on an idle one), medians in turns. A head whose `d2t` has so "
-        "many tokens has the same product.",
+        f"{'s' * (costs['threads'] > 1)} of a CPU that others use (load average {busy:.0f}), "
+        "medians in turns.",
         "",
     ]
     columns = ("type", "rows", "product, ms", "of the draft's pass", "pass, of the target's")

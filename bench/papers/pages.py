@@ -85,8 +85,8 @@ def _dynaspec(rows: Sequence[Figures]) -> str:
         f"{row['cell'].split(', ')[1]} {row['ours'][0]:.2f}" for row in of_claim(rows, "executed")
     )
     return (
-        "What holds: a quarter of the vocabulary keeps tau. No speed is shown: a head of 4,096 "
-        f"tokens costs too little to save (executed, of the whole head's speed: {executed}). "
+        "What holds: a quarter of the vocabulary keeps tau. Executed, it is slower, as a head "
+        f"of 4,096 tokens costs too little to save ({executed} of the whole head's speed). "
         f"Over FR-Spec a router has {_ends(demo)} of its tau here, and {_ends(wide)} on the pair "
         "`wide`, where FR-Spec's list holds "
         f"{_told(wide, 'FR-Spec.s first choice in it ([0-9.]+)%', 1)}% of first choices."
