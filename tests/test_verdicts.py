@@ -181,6 +181,8 @@ def test_every_figure_is_generated_or_linked_to_where_it_stands() -> None:
     readme = pages["README.md"]
     for name, lines in (("headline", [report.headline()]), ("results", [report.highlights()])):
         assert report.between(readme, name, lines) == readme
+    simulator = (ROOT / "docs/simulator.md").read_text(encoding="utf-8")
+    assert report.between(simulator, "believed", report.believed()) == simulator
     for page, text in report.pages().items():
         assert (ROOT / page).read_text(encoding="utf-8") == text, page
     for page, text in pages.items():
@@ -308,6 +310,16 @@ def test_under_load_the_page_begins_with_what_to_use() -> None:
     rows = report.load("rules")["replayed"]["rows"]
     none = [row["over"]["none"][0] for row in rows if row["clients"]]
     assert f"**Not to draft** has {min(none):.2f} to {max(none):.2f}" in "\n".join(head)
+
+
+def test_the_simulators_page_begins_with_how_far_it_was_off() -> None:
+    said = "\n".join(report.believed())
+    d = report.load("acceptance-fidelity")
+    errors = [r["error"] for r in d["rows"] if r["kind"] != "shortlists"]
+    assert f"{sum(e > 0 for e in errors)} of {len(errors)} policies were predicted too fast" in said
+    for t in report.real_page.by_lookup():
+        assert f"{t['check']['speedup']:.2f}" in said
+        assert f"{t['confirmed']['ratio']:.2f}" in said
 
 
 def test_results_are_a_page() -> None:

@@ -210,8 +210,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def tables(figures: dict[str, Any]) -> list[str]:
-    """What docs/hardware.md shows of the map: known hardware, and executed policies."""
-    return [*_hardware(figures), *_executed(figures)]
+    """What docs/hardware.md shows of the map: executed policies, and known hardware."""
+    return [*_executed(figures), *_hardware(figures)]
 
 
 def _together(single: Sequence[Cell], together: Sequence[Sequence[Any]]) -> str:
