@@ -322,6 +322,17 @@ def test_the_simulators_page_begins_with_how_far_it_was_off() -> None:
         assert f"{t['confirmed']['ratio']:.2f}" in said
 
 
+def test_what_arrives_at_a_rate_is_no_prediction_under_load() -> None:
+    """Tokens/s of requests that come at a rate are that rate's."""
+    rows = [
+        {"load": "clients:8", "tokens_per_s": [100.0, 90.0], "predicted_tokens_per_s": 104.5},
+        {"load": "poisson 12/s", "tokens_per_s": [50.0, 50.0], "predicted_tokens_per_s": 50.0},
+    ]
+    errors, again = report.by_clients({"rows": rows}, "tokens_per_s")
+    assert errors == pytest.approx([0.1])
+    assert len(again) == 2
+
+
 def test_results_are_a_page() -> None:
     assert len(report.results().split()) <= 1500
     assert "gamma=" not in report.results() + report.highlights()
