@@ -20,7 +20,7 @@ from bench.labels import short
 from bench.map import page as map_page
 from bench.markdown import percent, ratio, table
 from bench.papers import pages as paper_pages
-from bench.papers.claims import CERTAIN, NOT_COMPARABLE, verdict
+from bench.papers.claims import CERTAIN, verdict
 from bench.verdicts import (
     NOT_MET,
     NOT_SHOWN,
@@ -528,7 +528,7 @@ def results() -> str:
     )
     figures, _ = papers_figures()
     rows = [row for part in figures.values() for row in part["rows"]]
-    held = sum(verdict(row) not in (NOT_COMPARABLE, CERTAIN) for row in rows)
+    held = sum(paper_pages.is_claimed(row) and verdict(row) != CERTAIN for row in rows)
     of_papers = (
         f"Not corrected for their number: of {held} truths at their bars, chance makes about "
         f"{held / 40:.0f} met."
@@ -554,7 +554,10 @@ def paper_page(name: str) -> str:
         verdicts = f"The fastest on [the map](../map.md), {map_page.shortlists(load('map'))}."
         first = [verdicts, "", *real_page.large_vocabulary()]
     first = paper_pages.by_saturation(figures) if name == "heterospec" else first
-    return "\n".join([paper_pages.page(figures, made, name, first), *lines]).rstrip() + "\n"
+    mechanism = {"heterospec": "bins", "c2t": "classifier", "on_the_fly": "window"}.get(name)
+    on_map = map_page.wins(load("map"), mechanism) if mechanism else ""
+    whole = [paper_pages.page(figures, made, name, first, on_map), *lines]
+    return "\n".join(whole).rstrip() + "\n"
 
 
 def closed_forms() -> list[str]:

@@ -190,6 +190,17 @@ def page(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+def wins(figures: dict[str, Any], verdict: str) -> str:
+    """In how many cells of one request a mechanism is the fastest, and over any plain tree."""
+    single = [c for c in figures["cells"] if "slope" in c and c["batch"] == 1]
+    won = [c for c in single if c["verdict"] == verdict]
+    beyond = sum(c["gain_tree"][1] > 1 for c in won if "gain_tree" in c)
+    return (
+        f"On [the map](../map.md): fastest in {len(won)} of {len(single)} cells, {beyond} over "
+        "any plain tree."
+    )
+
+
 def shortlists(figures: dict[str, Any]) -> str:
     """Whose shortlists are verdicts, and at which price of an output head."""
     single = [c for c in figures["cells"] if "slope" in c and c["batch"] == 1]
