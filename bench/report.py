@@ -201,7 +201,7 @@ CHECKS = {
     "acceptance-regret": (
         "published winner over the best of all fixed windows, executed",
         "0.98",
-        "chains alone; the best that a race left",
+        "chains alone, of a race's survivors",
         regret,
     ),
     "nulls": (
@@ -317,7 +317,7 @@ def served_figure(name: str, part: Figures) -> str:
         return (
             f"`{short(part['winner'])}` {part['ratio']:.2f} ({low:.2f} to {high:.2f}) times as "
             f"fast as what the server drafted, in {part['seconds']:.0f} s; {least:.2f} times the "
-            "fastest constant that it executed (the bar: its time and texts)"
+            "fastest constant that it executed (bar: time and texts)"
         )
     if name == "predictions":
         return _predicted_by_clients(part["tokens_per_s_by_load"])
