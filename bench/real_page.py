@@ -58,31 +58,30 @@ def headline() -> str:
     (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
     proved = "published" if d["published"] else "not beyond noise"
     return (
-        f"Gemma 3 270M on a CPU with prompt lookup: {ratio:.2f} times autoregression "
+        f"Gemma 3 270M on a CPU with prompt lookup: **{ratio:.2f} times autoregression** "
         f"({level()} interval {low:.2f} to {high:.2f}), {proved}."
     )
 
 
 def summary() -> str:
-    """README's first result: each workload, and what it leaves out."""
+    """README's first speeds: each workload, and what it leaves out."""
     told = [f"{d['workload']} {gain(d)}" for d in by_lookup()]
     held = sorted({d["confirm_requests"] for d in by_lookup() if d["confirmed"]})
     return (
-        "**Gemma 3 270M**, a public model, with prompt lookup, one thread of a shared CPU, times "
-        f"autoregression ({level()} interval; {' or '.join(map(str, held))} requests held out): "
-        f"{'; '.join(told)}. Left out: drafts that are models. "
-        "Beside transformers: [Gemma](docs/gemma.md)"
+        "**Gemma 3 270M**, a public model ([page](docs/gemma.md)), prompt lookup, one thread of a "
+        f"shared CPU, times autoregression ({level()} interval; {' or '.join(map(str, held))} "
+        f"requests held out): {'; '.join(told)}. Left out: draft models; larger workloads, which "
+        "prove more"
     )
 
 
 def page() -> str:
     """docs/gemma.md."""
-    tuned = by_lookup()
     about = (
-        f"A public model, tuned with prompt lookup: {sum(d['published'] for d in tuned)} of "
-        f"{len(tuned)} tunings proved a gain. `make real` makes bfloat16 of its weights of 4 bits; "
-        "they are no part of this project, and Gemma's terms apply. Shortlists of its 262,144 "
-        "tokens are on [DynaSpec's page](papers/dynaspec.md). Written by `python bench/report.py`."
+        "A public model, tuned. Its weights are what a file of 4 bits becomes in bfloat16, "
+        "dequantized once by `make real`; nothing of it is part of this project, and Gemma's terms "
+        "apply to its use. Shortlists of its 262,144 tokens are on [DynaSpec's "
+        "page](papers/dynaspec.md). Written by `python bench/report.py`."
     )
     lines = ["# Gemma 3 270M", "", about, "", *tunings(), *beside_transformers(), *exactness()]
     return "\n".join(lines).rstrip() + "\n"
@@ -172,8 +171,9 @@ def large_vocabulary() -> list[str]:
         *table(columns, rows),
         f"What the product with so many rows costs of a pass of a draft of {costs['layers']} "
         f"layers with the target's embeddings, one token, {costs['threads']} thread"
-        f"{'s' * (costs['threads'] > 1)} of a CPU that others use (load average {busy:.0f}), "
-        "medians in turns.",
+        f"{'s' * (costs['threads'] > 1)} of a CPU that others use (load average {busy:.0f}, so "
+        "milliseconds are more than on an idle one), medians in turns. A head whose `d2t` has so "
+        "many tokens has the same product.",
         "",
     ]
     columns = ("type", "rows", "product, ms", "of the draft's pass", "pass, of the target's")

@@ -654,32 +654,29 @@ def headline() -> str:
     return (
         f"One recording foretells every greedy round of vLLM on CPUs: **{rounds['differ']} "
         f"of {rounds['rounds']:,} differ**, by {len(rounds['drafters'])} drafters. Its "
-        f"tokens/s under load are predicted {off} off in the median; executing again differs by "
-        f"{again}. "
+        f"tokens/s under load are predicted {off} off in the median (executing again: {again}). "
         f"{real_page.headline()} On an {run['on']}, a pair at the cost of an 8B model: "
         f"**{confirmed['ratio']:.2f} times** ({100 * confirmed['level']:.0f}% interval {low:.2f} "
-        f"to {high:.2f}) our own autoregression, which is "
+        f"to {high:.2f}) our autoregression, which is "
         f"{speeds['autoregression, ours'] / speeds['transformers, static cache, compiled']:.1f} "
-        "times transformers', compiled. [Results](#results) say what that leaves out."
+        "times compiled transformers'. [Results](#results) say what is left out."
     )
 
 
 def on_gpu() -> str:
     """The newest tuning that a GPU has run, and what it leaves out."""
     newest = newest_gpu()[0]
-    run, speeds = newest["tune"], {r["what"]: r["tokens/s"] for r in newest["generate"]["rows"]}
+    run = newest["tune"]
     tuned, texts = run["tuned"], run["tuned"]["texts"]
     confirmed, (low, high) = tuned["confirmed"], tuned["confirmed"]["interval"]
-    compiled = speeds["transformers, static cache, compiled"]
     return (
         f"**{run['on']}**, a pair ballasted to {run['models']}: `tune` published "
         f"`{short(tuned['winner']['label'])}`, **{confirmed['ratio']:.2f} times autoregression** "
         f"({100 * confirmed['level']:.0f}% interval {low:.2f} to {high:.2f}, "
-        f"{confirmed['requests']} requests held out). Autoregression is ours, "
-        f"{speeds['autoregression, ours']:.0f} tokens/s (transformers, compiled: {compiled:.0f}). "
+        f"{confirmed['requests']} requests held out). "
         f"Set by hand, {by_hand(newest)}, on other requests: that `tune` beats it is not shown. "
-        "Left out: texts and acceptance are the demo pair's; one request at a "
-        f"time; in {texts['dtype']} {texts['differ']} of {texts['compared']} texts differ from "
+        "Left out: texts and acceptance are the demo pair's; autoregression is ours; one request "
+        f"at a time; in {texts['dtype']} {texts['differ']} of {texts['compared']} texts differ from "
         "autoregression's, in float64 none may"
     )
 
@@ -692,20 +689,16 @@ def highlights() -> str:
     off = shares.pop("off")
     constants = [share[0] for share in shares.values()]
     rounds = load("served")["rounds"]
-    predicted, _, again, _ = off_by_clients(vllm, "tokens_per_s")
     lines = [
         "- greedy rounds in vLLM on CPUs, foretold: "
         f"{rounds['differ']} of {rounds['rounds']} differ ({exactly(rounds['holds'])})",
-        f"- vLLM under load, 1 to 32 clients: tokens/s predicted {predicted} off (executing again: "
-        f"{again}). The table that was found reaches "
-        f"**{ratio(off)} of the tokens/s of a server without a draft** ({at_least(off[1:], 1.0)}); "
-        f"it is {min(constants):.2f} to {max(constants):.2f} times constants with the draft loaded",
+        "- vLLM under load, 1 to 32 clients: the tuned table reaches "
+        f"**{ratio(off)} of the tokens/s of a server without a draft** ({at_least(off[1:], 1.0)}), "
+        f"and {min(constants):.2f} to {max(constants):.2f} times constants with the draft loaded",
     ]
     for name, (figure, judged) in {
-        "texts and rounds that differ in float64, our decoder": lossless(
-            load("acceptance-lossless")
-        ),
-        "predicted speeds, after one factor, off in the median and the 90th percentile": fidelity(
+        "what differs in float64, our decoder": lossless(load("acceptance-lossless")),
+        "error of predicted speeds after one factor, median and 90th percentile": fidelity(
             load("acceptance-fidelity")
         ),
     }.items():

@@ -175,8 +175,6 @@ def test_the_commands_of_the_pages_run_on_a_pair(
             if words[0] != "serve" and not {"demo", "--db"} & {*words}:
                 run(words + ["--force"] * (words[0] == "init"))
                 ran += 1
-        if page == "README.md":  # the page of schedules adds one of this name
-            run(["schedule", "remove", "nightly"])
     run(next(ours("docs/workloads.md")))
     run(next(ours("docs/engines.md")))
     assert ran > 30
