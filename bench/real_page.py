@@ -58,7 +58,7 @@ def headline() -> str:
     (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
     proved = "published" if d["published"] else "not beyond noise"
     return (
-        f"Gemma 3 270M on a CPU with prompt lookup: **{ratio:.2f} times autoregression** "
+        f"Gemma 3 270M on a CPU with prompt lookup: {ratio:.2f} times autoregression "
         f"({level()} interval {low:.2f} to {high:.2f}), {proved}."
     )
 

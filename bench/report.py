@@ -653,7 +653,7 @@ def headline() -> str:
     confirmed, (low, high) = run["tuned"]["confirmed"], run["tuned"]["confirmed"]["interval"]
     return (
         f"One recording foretells every greedy round of vLLM on CPUs: **{rounds['differ']} "
-        f"of {rounds['rounds']:,} differ**, by {len(rounds['drafters'])} drafters. Its "
+        f"of {rounds['rounds']:,} differ**, of {len(rounds['drafters'])} drafters. Its "
         f"tokens/s under load are predicted {off} off in the median (executing again: {again}). "
         f"{real_page.headline()} On an {run['on']}, a pair at the cost of an 8B model: "
         f"**{confirmed['ratio']:.2f} times** ({100 * confirmed['level']:.0f}% interval {low:.2f} "
@@ -676,8 +676,8 @@ def on_gpu() -> str:
         f"{confirmed['requests']} requests held out). "
         f"Set by hand, {by_hand(newest)}, on other requests: that `tune` beats it is not shown. "
         "Left out: texts and acceptance are the demo pair's; autoregression is ours; one request "
-        f"at a time; in {texts['dtype']} {texts['differ']} of {texts['compared']} texts differ from "
-        "autoregression's, in float64 none may"
+        f"at a time; in {texts['dtype']} {texts['differ']} of {texts['compared']} texts differ "
+        "from autoregression's, in float64 none may"
     )
 
 
@@ -712,14 +712,13 @@ def highlights() -> str:
         on_gpu(),
         "",
         on_cpu(),
-        "",
     ]
     return "\n".join(lines)
 
 
 def on_cpu() -> str:
-    """What tunings published on this machine, as they proved it and when it was executed again."""
-    d, told, again, levels = load("acceptance-regret"), [], [], set()
+    """What tunings published on this machine, as they proved it."""
+    d, told, levels = load("acceptance-regret"), [], set()
     for r in d["rows"]:
         proved = re.search(
             r"was ([\d.]+) times .*?(\d+%) interval ([\d.]+) to ([\d.]+)\) on (\d+)", r["reason"]
@@ -727,12 +726,11 @@ def on_cpu() -> str:
         assert proved
         value, low, high = (float(proved[n]) for n in (1, 3, 4))
         told.append(f"{r['workload']} `{short(r['winner'])}` {value:.2f} ({low:.2f} to {high:.2f})")
-        again.append("{:.2f} ({:.2f} to {:.2f})".format(*r["speedup"]))
         levels.add(f"{proved[2]} interval, {proved[5]} requests held out")
     return (
         "**Two shared CPU cores**, the demo pair, published, times autoregression "
-        f"({' and '.join(sorted(levels))}): {'; '.join(told)}. A few executions again: "
-        f"{', '.join(again)}, which shows nothing ({d['measured']}, code of {d['code']})"
+        f"({' and '.join(sorted(levels))}): {'; '.join(told)} ({d['measured']}, code of "
+        f"{d['code']})"
     )
 
 
