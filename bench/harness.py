@@ -53,6 +53,7 @@ MEASUREMENTS = {
     "served": "served",
     "load": "served.load",
     "serve_load": "checks.serve_load",
+    "serve_clients": "checks.serve_clients",
     "serve_circle": "checks.serve_circle",
     "gpu": "gpu.native",
     "gpu_vllm": "gpu.vllm",

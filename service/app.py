@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +29,25 @@ from spectune.traces.errors import WorkloadError
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion that says no number, as OpenAI has it."""
 RETRY_AFTER_S = 1
+
+
+class ErrorText(BaseModel):
+    """What is wrong, as OpenAI says it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorText
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Refusal} for status in ("4XX", "5XX")}
+"""What every route may answer, for the OpenAPI document."""
 
 
 class SafeJSON(JSONResponse):
@@ -211,7 +231,7 @@ def make_app(server: Server) -> FastAPI:
     async def check_key(request: Request) -> None:
         server.check_key(request)
 
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)], responses=ERRORS)
 
     @v1.post("/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
