@@ -1,5 +1,5 @@
-"""Writes docs/results.md, docs/hardware.md, docs/acceptance.md, docs/under_load.md, docs/papers and
-README's results from bench/results: `python bench/report.py`."""
+"""Writes the pages of docs that hold measurements alone, and the marked parts of others and of
+README, from bench/results: `python bench/report.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import RESULTS, ROOT, load_page, real_page
+from bench import RESULTS, ROOT, load_page, measured_page, real_page
 from bench.labels import short
 from bench.map import page as map_page
 from bench.markdown import percent, ratio, table
@@ -538,7 +538,7 @@ def results() -> str:
     lines += [*served(), *loads(), "## The papers", "", of_papers, ""]
     lines += table(columns, paper_pages.summary(figures))
     lines += [
-        "Known hardware: [hardware](hardware.md).",
+        "Known hardware: [hardware](hardware.md). [When, by what code](measured.md).",
         "",
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -753,6 +753,7 @@ def pages() -> dict[str, str]:
     whole["docs/acceptance.md"] = acceptance()
     whole["docs/gemma.md"] = real_page.page()
     whole["docs/under_load.md"] = load_page.page()
+    whole["docs/measured.md"] = measured_page.page()
     return whole | {"docs/map.svg": map_page.figure(load("map"))}
 
 
