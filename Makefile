@@ -12,7 +12,7 @@ LOGGED = >>$(VENV)/install.log 2>&1 || { tail -n 15 $(VENV)/install.log >&2; exi
 # Where it is set, every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help tune real serve test test-vllm lint wheel acceptance acceptance-vllm train clean
+.PHONY: help tune real serve test test-vllm lint wheel acceptance evidence acceptance-vllm train clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,9 @@ wheel: $(VENV)/.installed-dev ## Build the wheel, and use it in an empty environ
 
 acceptance: $(VENV)/.installed-dev ## The full-size checks (an hour on 2 cores, resumable; ARGS="NAME" for one); figures in bench/results
 	$(RUN) bench/run.py $(ARGS)
+
+evidence: $(VENV)/.installed-dev ## Every figure that is not of today's code, again (resumable; ARGS=--list: what is due, and for how long)
+	$(RUN) bench/run.py evidence $(ARGS)
 
 acceptance-vllm: .venv-vllm/.installed ## The full-size checks of a vLLM that serves (ARGS="--only NAME" for one); figures in bench/results
 	VLLM_CPU_OMP_THREADS_BIND=nobind .venv-vllm/bin/python bench/run.py served $(ARGS)

@@ -35,6 +35,7 @@ EXACT = ("lossless", "rounding", "together", "kills")
 TIMED = ("fidelity", "regret", "sampled")
 CHECKS = {name: f"checks.{name}" for name in (*EXACT, *TIMED)}
 MEASUREMENTS = {
+    "evidence": "evidence",
     "nulls": "checks.nulls",
     "rollouts": "checks.rollouts",
     "drift": "checks.drift",
