@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from spectune.runtime.checkpoints import (
     checkpoint,
@@ -23,6 +23,10 @@ from spectune.traces.schema import Request, message_texts
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 """What configurations call the longest sequence of a model."""
+PARTIAL: Final = "\ufffd"
+"""What a tokenizer writes for bytes that are no character, or not yet."""
+CHARACTER_BYTES: Final = 4
+"""Most bytes of a character."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,30 @@ class TextCodec:
 
     def stopper(self, strings: tuple[str, ...]) -> Callable[[list[int], list[int]], int | None]:
         """Finds the first new token at which one of ``strings`` has appeared in the decoded
-        output; those that hold a special token, in the output with its special tokens."""
-        longest = max(len(s.encode()) for s in strings)  # a token holds a byte at least
+        output; those that hold a special token, in the output with its special tokens. What is
+        found depends on the tokens up to there alone, not on how many are new at once: each is
+        looked at, as bytes that follow may undo a character."""
+        window = max(len(s.encode()) for s in strings) + 8  # a token holds a byte at least
         added = self.tokenizer.added_tokens_decoder.values()
         special = [str(token) for token in added if token.special]
         marked = [s for s in strings if any(token in s for token in special)]
         plain = [s for s in strings if s not in marked]
 
         def appears(ids: list[int]) -> bool:
-            text = self.text(ids) if plain else ""
-            with_special = str(self.tokenizer.decode(ids)) if marked else ""
-            return any(s in text for s in plain) or any(s in with_special for s in marked)
+            # Bytes that begin within a character make nothing of those that follow.
+            for size in range(window, window + CHARACTER_BYTES):
+                part = ids[-size:]
+                text = self.text(part) if plain else ""
+                with_special = str(self.tokenizer.decode(part)) if marked else ""
+                if any(s in text for s in plain) or any(s in with_special for s in marked):
+                    return True
+                if size >= len(ids) or not (text or with_special).startswith(PARTIAL):
+                    break
+            return False
 
         def ends_at(output: list[int], new: list[int]) -> int | None:
-            tail = output[-(longest + 8) :]
-            return next((i for i in range(1, len(new) + 1) if appears(tail + new[:i])), None)
+            ids = output[-(window + CHARACTER_BYTES) :]
+            return next((i for i in range(1, len(new) + 1) if appears(ids + new[:i])), None)
 
         return ends_at
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spectune.runtime.loop import TokenLogprobs
-from spectune.runtime.text_codec import TextCodec
-
-PARTIAL = "\ufffd"
-"""What a tokenizer writes for bytes that are no character, or not yet."""
+from spectune.runtime.text_codec import PARTIAL, TextCodec
 
 
 @dataclass(frozen=True)

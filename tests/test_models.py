@@ -14,7 +14,9 @@ import torch
 from pairs import chain, make_pair, tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
 from test_heads import _eagle3, pair_with_heads
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -33,6 +35,7 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Starcoder2Config,
@@ -49,7 +52,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.runtime.policies.plan import prepare
 from spectune.runtime.recording.panoramas import record_panorama
-from spectune.runtime.text_codec import load_codec
+from spectune.runtime.text_codec import TextCodec, load_codec
 from spectune.traces.errors import PairError
 from spectune.traces.schema import Request, Sampling
 
@@ -442,6 +445,23 @@ def test_stop_strings_are_found_whatever_was_new_at_once(padded: LoadedPair) -> 
     for width in (2, 5, 9):
         at = next(n for n in range(0, len(ids), width) if ends_at(ids[:n], ids[n : n + width]))
         assert at + (ends_at(ids[:at], ids[at : at + width]) or 0) == one
+
+
+def test_a_stop_string_among_bytes_is_found_whatever_was_new_at_once() -> None:
+    """Where a tokenizer has no token for a character, but each of its bytes: those that begin
+    within a character are none, and neither are those that follow."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
+    words = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    words.decoder = ByteFallback()
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=words), frozenset(), (99, {}), 257)
+    ids = list(f"{10 * chr(0x597D)}{(stop := chr(0x505C))}{4 * chr(0x597D)}".encode())
+    assert codec.text(ids).index(stop) == 10
+    ends_at = codec.stopper((stop,))
+    for width in range(1, len(ids) + 1):
+        found = ((n, ends_at(ids[:n], ids[n : n + width])) for n in range(0, len(ids), width))
+        assert next(n + end for n, end in found if end) == 33, width
+    first = codec.stopper(("\n",))
+    assert first([], [10, 0xF0]) == 1, "though the byte that follows hides it"
 
 
 def test_a_stop_string_may_be_a_special_token(tmp_path: Path) -> None:
