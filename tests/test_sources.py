@@ -19,7 +19,7 @@ from trace_values import a_trajectory
 from spectune.db.database_errors import NotFoundError
 from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.tuning.parts import deal
-from spectune.optimizer.tuning.sources import recording_named, sample_since
+from spectune.optimizer.tuning.sources import SAMPLED, recording_named, sample_since
 from spectune.optimizer.tuning.tuned import EVIDENCE
 from spectune.options import from_document, read_config
 from spectune.runtime.pair import PairSpec, read_pair
@@ -157,6 +157,18 @@ def test_a_small_sample_of_what_was_dealt_before_has_every_part(store: TraceStor
     few = sample_since(store, pair.id, HOUR, 4, key="few").id
     assert sorted(parts_of(store, few)) == ["c", "f", "r", "s"]
     assert [before[name] for name in names_of(store, few)] == parts_of(store, few)
+
+
+def test_more_than_by_default_is_taken_where_that_is_asked_for(store: TraceStore) -> None:
+    """And that there is more is told."""
+    pair, told = pair_named("ours"), list[str]()
+    add(store, pair, n=SAMPLED + 20)
+    assert sample_since(store, pair.id, HOUR, tell=told.append).n_requests == SAMPLED
+    assert (
+        f"has {SAMPLED + 20} requests: this takes a sample of {SAMPLED} (`tune --limit`" in told[0]
+    )
+    for limit, taken in ((SAMPLED + 10, SAMPLED + 10), (5000, SAMPLED + 20)):
+        assert sample_since(store, pair.id, HOUR, limit).n_requests == taken
 
 
 def names_of(store: TraceStore, recording: str) -> list[str]:
