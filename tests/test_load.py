@@ -3,6 +3,7 @@ publication, the stored study and its page."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ from spectune.traces.tables import Run
 
 BY_LOAD = '{"draft": "small", "window": {"kind": "by_load", "gamma": {"1": 6, "4": 2}}}'
 TUNE = "tune --engine vllm --arrivals"
+APART = re.compile(r"warning: \d+ of \d+ rounds that were served with draft 'small' differ from")
 FEW = ("--trials", 12)
 """Tables that are tried: what is found is seeded with the best constants."""
 
@@ -90,6 +92,7 @@ def test_a_policy_is_simulated_under_load_by_command(server: Door, tmp_path: Pat
     at = (*asked, "--arrivals", file, "--set", "load.unit=s")
     assert "2 arrivals in 40 s" in server.call(*at, "--tpot", "40ms").stderr
     said = server.call(*asked, "--arrivals", "clients:12").stderr
+    assert APART.match(said)
     assert "had 8 seats (max_num_seqs): of 12 clients the others wait" in said
     fsm, seven = '{"draft": "small", "window": {"kind": "fsm"}}', window(7).model_dump_json()
     for wanted, more, said in (
@@ -130,6 +133,8 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     assert study.n_trials == told["simulated"] > 7
     assert study.document["load"] == ["clients:1", "clients:3", "clients:8"]
     last = server.call(*TUNE.split(), "clients:1,8", "--limit", "40", *FEW)
+    # Drafts as they are stored here are not those that were served.
+    assert APART.match(last.stderr), "before anything else"
     shown = " ".join(last.output.split())
     assert "off (no draft loaded): not measured: restart vLLM without the draft" in shown
     what, command = last.stdout.splitlines()[-2:]
