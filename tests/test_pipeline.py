@@ -96,7 +96,8 @@ class MadeUpExecution:
         return self.bench.cost(policy_id) * float(np.exp(self.bench.noise.normal(0, 0.01)))
 
     def outcome(self, policy_id: str, costs: npt.NDArray[np.float64]) -> Outcome:
-        return outcome(policy_id, np.nanmean(costs, 1))
+        executed = ~np.isnan(costs).all(1)
+        return outcome(policy_id, np.nanmean(costs[executed], 1))
 
 
 def outcome(name: str, costs: npt.NDArray[np.float64]) -> Outcome:
@@ -132,6 +133,22 @@ def test_a_new_bench_tunes_to_a_publication(store: TraceStore, recording: str) -
     again = tune(store, MadeUp(store, recording), Place("cpu", "here", active), options)
     assert (again.incumbent.policy, again.published) == (FAST, None)
     assert "the incumbent stays" in again.reason
+
+
+@pytest.mark.parametrize("budget_s", [20.0, 100.0])
+def test_how_rare_a_slowdown_may_go_unseen_is_told_of_what_is_executed(
+    store: TraceStore, recording: str, budget_s: float
+) -> None:
+    """On any bench; of what is held out there may be time for a part alone."""
+    lines, bench = list[str](), MadeUp(store, recording)
+    options = ProveOptions(budget_s, tell=lines.append)
+    confirmed = tune(store, bench, Place("cpu", "here", None), options).confirmed
+    assert confirmed is not None
+    assert (confirmed.requests < bench.units("confirm")) == (budget_s == 20.0)
+    (line,) = [line for line in lines if line.startswith("confirming ")]
+    assert f" on {confirmed.requests} requests: a gain of 5% is published with" in line
+    rare = f"; a slowdown on fewer than {100 * confirmed.missed:.0f}% of requests can be missed"
+    assert line.endswith(rare)
 
 
 def test_what_is_not_proved_changes_nothing(store: TraceStore, recording: str) -> None:

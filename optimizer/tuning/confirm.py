@@ -178,6 +178,11 @@ def power_in_words(
     return f"{line}; about {more} {unit} give {100 * CHANCE:.0f}%"
 
 
+def missed_in_words(used: int, unit: str) -> str:
+    """On how few units a slowdown can go unseen where so many are executed."""
+    return f"a slowdown on fewer than {100 * missed_share(used):.0f}% of {unit} can be missed"
+
+
 def _requests_for(spread: Spread) -> int:
     """How many requests a workload needs for :data:`CHANCE` at :data:`GAIN`."""
     return math.ceil(spread.requests_for(CHANCE) * len(SPLIT) / SPLIT.count("c"))
@@ -226,7 +231,7 @@ def check_sample_size(
             f"publish it: {give}; --no-publish shows what there is"
         )
     power = power_in_words(Spread(), held, held, unit=unit)
-    rare = f"a slowdown on fewer than {100 * missed_share(held):.0f}% of {unit} can be missed"
+    rare = missed_in_words(held, unit)
     return f"{held} of {total} {unit} are held out to confirm the winner: {power}; {rare}"
 
 

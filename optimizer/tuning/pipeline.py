@@ -24,6 +24,7 @@ from spectune.optimizer.tuning.confirm import (
     check_sample_size,
     confirm,
     left_s,
+    missed_in_words,
     planned,
     power_in_words,
     spread_of,
@@ -168,7 +169,8 @@ def confirm_winner(
     power = power_in_words(
         spread, independent, executions, unit=unit, most=units * passes, **time_s
     )
-    options.tell(f"confirming {short_name(raced.winner.policy)} on {used} {bench.unit}: {power}")
+    name, rare = short_name(raced.winner.policy), missed_in_words(independent, unit)
+    options.tell(f"confirming {name} on {used} {bench.unit}: {power}; {rare}")
     policies, expected = [raced.winner.policy, raced.incumbent.policy], {}
     for policy in policies:
         try:
