@@ -154,10 +154,12 @@ def test_who_may_not_read_the_folder_has_nothing_retraced(
     start: Start, folder: Path, word: Any
 ) -> None:
     scheduler = start()
+    publish(folder, 1, {"1": 2})
+    wait_for(folder, 1)
+    assert status(folder)["retrace"], "who may read it could"
     serve(scheduler, 2, extra_args={"spectune": word})
     eventually(lambda: len(lines(folder)) == 2)
-    assert all("rounds" in line for line in lines(folder))
-    assert not any(step[2] != MOST for step in scheduler.steps)
+    assert {drafted for line in lines(folder) for _, drafted, *_ in line["rounds"]} == {0, 2}
 
 
 def test_a_retraced_request_is_not_written_where_texts_are_not(
