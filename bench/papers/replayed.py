@@ -226,8 +226,8 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
     return rows
 
 
-ADAEDL = (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-"""Thresholds of AdaEDL's stop, from next to none: its best is to lie inside."""
+ADAEDL = (0.0, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.9, 0.99)
+"""Thresholds of AdaEDL's stop, from one that never stops: its best is to lie inside."""
 
 
 def over_adaedl(
@@ -238,8 +238,9 @@ def over_adaedl(
     policies = [parse_policy(eagle(draft, depth=depth, stop=stop)) for stop in stops]
     stopped = best(h, policies, profile)
     place = policies.index(stopped)
-    edge = ", the edge of its grid" if place in (0, len(ADAEDL) - 1) else ""
-    cell, why = f"{draft}, {name}", f"the best threshold is {ADAEDL[place]:g}{edge}"
+    edge = ", the edge of its grid" if place == len(ADAEDL) - 1 else ""
+    best = f"the best threshold is {ADAEDL[place]:g}{edge}" if place else "never to stop is best"
+    cell, why = f"{draft}, {name}", best
     return [
         speedup("adaedl", cell, h, new, stopped, profile, why),
         speedup("adaedl tuned", cell, h, stopped, eagle(draft, depth=depth), profile, why),
