@@ -239,8 +239,8 @@ def over_adaedl(
     stopped = best(h, policies, profile)
     place = policies.index(stopped)
     edge = ", the edge of its grid" if place == len(ADAEDL) - 1 else ""
-    best = f"the best threshold is {ADAEDL[place]:g}{edge}" if place else "never to stop is best"
-    cell, why = f"{draft}, {name}", best
+    why = f"the best threshold is {ADAEDL[place]:g}{edge}" if place else "never to stop is best"
+    cell = f"{draft}, {name}"
     return [
         speedup("adaedl", cell, h, new, stopped, profile, why),
         speedup("adaedl tuned", cell, h, stopped, eagle(draft, depth=depth), profile, why),
