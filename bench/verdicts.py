@@ -17,6 +17,12 @@ RESAMPLES: Final = 2000
 Interval = Sequence[float | None]
 
 
+def of_draws(drawn: Sequence[float]) -> list[float]:
+    """The median of a figure over drawn samples, and its 95% interval: what one order of requests
+    gives is one draw among them."""
+    return [float(np.quantile(drawn, share)) for share in (0.5, 0.025, 0.975)]
+
+
 def exactly(holds: bool) -> str:
     """Of a count that is to be 0."""
     return MET if holds else NOT_MET

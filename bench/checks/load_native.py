@@ -22,7 +22,7 @@ import numpy as np
 
 from bench.harness import say, state_folder
 from bench.lab import demo, recorded, replayable, requests, stored
-from bench.verdicts import prediction_errors
+from bench.verdicts import of_draws, prediction_errors
 from spectune.engines.engine import Load, Prompt, numbered
 from spectune.optimizer.decoder_engine import DecoderEngine
 from spectune.optimizer.execute import DecodeOptions
@@ -375,12 +375,12 @@ def figures_of(speeds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any
     both = {name: np.exp(np.mean(np.log(np.array(of)), axis=0)) for name, of in speeds.items()}
 
     def ratio(one: str, other: str) -> list[float]:
-        drawn = both[one] / both[other]
-        return [float(drawn[0]), *np.quantile(drawn[1:], (0.025, 0.975)).tolist()]
+        return of_draws(both[one] / both[other])
 
-    alike = max((name for name in both if name != "by load"), key=lambda name: float(both[name][0]))
+    speed = {name: float(np.median(of)) for name, of in both.items()}
+    alike = max((name for name in both if name != "by load"), key=lambda name: speed[name])
     return {
-        "tokens_per_s": {name: float(of[0]) for name, of in both.items()},
+        "tokens_per_s": speed,
         "best_alike": alike,
         "tree_over_chain": ratio("tree", "chain"),
         "calibrated_over_tree": ratio("calibrated", "tree"),

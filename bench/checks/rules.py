@@ -38,6 +38,7 @@ from bench.checks.load_native import (
     steps_profile,
 )
 from bench.harness import say
+from bench.verdicts import of_draws
 from spectune.engines.engine import Load
 from spectune.optimizer.decoder_engine import LoadQueue
 from spectune.optimizer.execute import Encoded, encode_recorded, warm
@@ -454,13 +455,9 @@ def _rows(logs: Mapping[tuple[str, int], FloatArray], rules: Sequence[str]) -> l
     for clients in (*CLIENTS, None):
         among = CLIENTS if clients is None else (clients,)
         mean = {rule: np.mean([logs[rule, n] for n in among], axis=0) for rule in rules}
-        over = {}
-        for rule in rules:
-            drawn = np.exp(mean[rule] - mean["constant"])
-            over[rule] = [float(drawn[0]), *np.quantile(drawn[1:], (0.025, 0.975)).tolist()]
-        rows.append({
-            "clients": clients, "constant": float(np.exp(mean["constant"][0])), "over": over,
-        })  # fmt: skip
+        over = {rule: of_draws(np.exp(mean[rule] - mean["constant"])) for rule in rules}
+        constant = float(np.exp(np.median(mean["constant"])))
+        rows.append({"clients": clients, "constant": constant, "over": over})
     return rows
 
 

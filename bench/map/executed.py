@@ -38,6 +38,7 @@ from bench.map.cells import (
     times_as_fast,
 )
 from bench.map.costs import named
+from bench.verdicts import of_draws
 from spectune.engines.engine import Load
 from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
@@ -140,8 +141,7 @@ def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> di
     drawn_speeds = {n: np.array([play(p, texts) for texts in orders]) for n, p in best.items()}
 
     def told(one: str, other: str) -> list[float]:
-        ratios = drawn_speeds[one] / drawn_speeds[other]
-        return [float(ratios[0]), *np.quantile(ratios[1:], (0.025, 0.975)).tolist()]
+        return of_draws(drawn_speeds[one] / drawn_speeds[other])
 
     verdict = "nothing"
     for step in ("chain", "tree"):
