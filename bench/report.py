@@ -757,12 +757,25 @@ def pages() -> dict[str, str]:
     return whole | {"docs/map.svg": map_page.figure(load("map"))}
 
 
+def serving() -> list[str]:
+    """What `serve` does under clients; nothing before it was measured."""
+    rows = [
+        (short(part["summary"]), exactly(part["holds"]))
+        for name in ("serve-load", "serve-clients", "serve-circle")
+        if (RESULTS / f"{name}.json").exists()
+        for part in load(name).values()
+        if "summary" in part
+    ]
+    return table(("measured", "verdict"), rows) if rows else []
+
+
 def main() -> None:
     for page, text in pages().items():
         (ROOT / page).write_text(text)
     for page, name, lines in (
         ("docs/map.md", "map", map_page.page(load("map"))),
         ("docs/simulator.md", "believed", believed()),
+        ("docs/reliability.md", "serving", serving()),
         ("README.md", "headline", [headline()]),
         ("README.md", "results", [highlights()]),
     ):

@@ -184,6 +184,8 @@ def test_every_figure_is_generated_or_linked_to_where_it_stands() -> None:
         assert report.between(readme, name, lines) == readme
     simulator = (ROOT / "docs/simulator.md").read_text(encoding="utf-8")
     assert report.between(simulator, "believed", report.believed()) == simulator
+    reliability = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    assert report.between(reliability, "serving", report.serving()) == reliability
     for page, text in report.pages().items():
         stands = (ROOT / page).read_text(encoding="utf-8")
         assert without_changes(stands) == without_changes(text), page
