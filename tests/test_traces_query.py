@@ -432,6 +432,11 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(
         ),
         ("export none.parquet --whole --pair-id 0", "matches; none.parquet is not written"),
         ("show latest --request r99", "has no request 'r99'"),
+        ("show all --request r99", "request 'r99' is not stored; there are: r0, r1"),
+        ("list --category chat", "category 'chat' is not stored; there are: "),
+        ("stats --draft tiny", "draft 'tiny' is not stored; there are: "),
+        ("stats --pair-id theirs", "pair 'theirs' is not stored; there are: demo"),
+        ("stats --speed --policy fast", "policy 'fast' is not stored; there are: "),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(tmp_path: Any, command: str, says: str) -> None:
@@ -457,6 +462,8 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
         assert door.json("traces compare", "small", right)["ratio"] == pytest.approx(2.0)
     said = " ".join(door.call("traces compare", "small", "autoregressive").stdout.split())
     assert "small: 2.00 times as fast as autoregressive (95%: 2.00 to 2.00, 6 requests" in said
+    one = door.call("traces compare small autoregressive --request r2").stdout
+    assert "1 request that both" in " ".join(one.split())
 
     one = door.json("traces show", recording, request="r2")
     assert (one["text"], one["output_ids"]) == (None, a_trajectory(2).output_ids.tolist())
@@ -467,6 +474,8 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     assert "not decoded: " in shown
     assert shown.count(OTHER) == 8, "a line for each round"
     assert door.json("traces show all --policy autoregressive")["requests"]
+    assert [info["id"] for info in door.json("traces list --pair-id demo")["recordings"]]
+    assert door.json("traces stats --pair-id demo")["stats"]
     assert "no publications stored" in door.call("policies list").stdout
     assert "no publications stored" in door.call("policies list --in-force").stdout
     with opened(str(door.db)) as store:
@@ -491,6 +500,11 @@ def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> Non
     assert row["served_since"] is None, "what came before says nothing of it"
     decoded(at(store, NOW + DAY), {POLICY_ID: 0.1}, n=3)
     schedules.add_schedule(store.database, "nightly", "@daily", {"deployment": "canary"}, now=NOW)
+    wrong = door.call("status --deployment canry")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "scheduled there; it is in: canary, default" in wrong.stderr
+    (alone,) = door.json("status --deployment canary")["deployments"]
+    assert alone["deployment"] == "canary"
     canary, default = sorted(
         door.json("status")["deployments"], key=lambda found: found["deployment"]
     )

@@ -6,6 +6,7 @@ from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.commands.traces import filter_of
 from spectune.optimizer.inputs import named_policy
+from spectune.optimizer.report.words import counted
 from spectune.settings import TracesCompare
 from spectune.traces.store.compare import compare as compare_requests
 
@@ -22,7 +23,7 @@ def compare(s: TracesCompare, talk: Talk) -> Result:
         "" if data["interval"] is None else "95%: {:.2f} to {:.2f}, ".format(*data["interval"])
     )
     text = (
-        f"{left}: {data['ratio']:.2f} times as fast as {right} ({interval}{data['requests']} "
-        "requests that both decoded)"
+        f"{left}: {data['ratio']:.2f} times as fast as {right} ({interval}"
+        f"{counted(data['requests'], 'requests')} that both decoded)"
     )
     return Result(text, data, rows, [Table(rows)])

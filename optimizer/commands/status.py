@@ -17,6 +17,7 @@ from spectune.optimizer.rollout.words import progress_of
 from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
 from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.settings import StatusCommand
+from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, speed
 from spectune.traces.tables import Publication
@@ -28,7 +29,14 @@ COLUMNS = ("deployment", "pair", "device", "version", "label", "since", "gained"
 
 def status(s: StatusCommand, talk: Talk) -> Result:
     with open_store(s) as store:
-        rows = [row for row in deployments(store) if s.deployment in (None, row["deployment"])]
+        every = deployments(store)
+    rows = [row for row in every if s.deployment in (None, row["deployment"])]
+    if every and not rows:
+        there = ", ".join(sorted({row["deployment"] for row in every}))
+        raise ConfigError(
+            f"--deployment {s.deployment}: nothing is published, followed or scheduled there; it "
+            f"is in: {there}"
+        )
     lines = [f"{row['deployment']}: {row['reason']}" for row in rows if row["reason"]]
     of_rollouts = {r["id"]: r["text"] for row in rows for r in row["rollouts"]}
     lines += of_rollouts.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spectune.optimizer.commands.common import Talk, check_writable, open_store
@@ -48,9 +48,16 @@ def filter_of(s: Filter) -> TraceFilter:
     )
 
 
+def _check_names(store: TraceStore, s: Filter, rows: Sequence[Any]) -> None:
+    """Raises TraceError where there are no rows as the filter names what is not stored."""
+    if not rows:
+        query.check_names(store, filter_of(s))
+
+
 def list_recordings(s: TracesList, talk: Talk) -> Result:
     with open_store(s) as store:
         recordings = query.list_recordings(store, filter_of(s))
+        _check_names(store, s, recordings)
         pairs = {pair.id: pair.name for pair in store.list_pairs()}
     rows = [{**info.to_json(), "pair": pairs[info.pair_id]} for info in recordings]
     shown = [{**row, "drafts": r.shown()} for row, r in zip(rows, recordings, strict=True)]
@@ -67,6 +74,7 @@ def show(s: TracesShow, talk: Talk) -> Result:
             return _request(store, s.recording, s.request)
         info = None if s.recording == "all" else store.get_recording(s.recording)
         requests = query.requests(store, filter_of(s), sort=s.sort, limit=s.rows + 1)
+        _check_names(store, s, requests)
     if len(requests) > s.rows and not s.typed("rows"):
         talk.tell(f"the first {s.rows}; --rows says how many, and `traces export` writes all")
     rows = [plain(row) for row in requests[: s.rows]]
@@ -110,6 +118,7 @@ def stats(s: TracesStats, talk: Talk) -> Result:
             is_tau = "policy_id" in (rows[0] if rows else ())  # of rounds, not of all starts
             length = "tau" if is_tau else "mean_accepted_length"
             columns = ("requests", length, "by_position")
+        _check_names(store, s, rows)
     shown = [_shown(row) for row in rows]
     by = [k for k in (rows[0] if rows else ()) if k in (*query.GROUPS.values(), "policy")]
     return listed("stats", rows, Table(shown, (*by, *columns), "stats"))
@@ -135,8 +144,7 @@ def _tell_loads(batches: list[float], names: list[str], talk: Talk) -> None:
 
 def export(s: TracesExport, talk: Talk) -> Result:
     check_writable(s, out=s.out)
-    if os.path.exists(s.out):
-        talk.tell(f"{s.out} was there, and is written anew")
+    is_there = os.path.exists(s.out)
     data: dict[str, Any] = {"path": s.out}
     with open_store(s) as store:
         if s.whole:
@@ -146,6 +154,8 @@ def export(s: TracesExport, talk: Talk) -> Result:
             data["rows"] = export_recordings(store, data["recordings"], s.out)
         else:
             data["rows"] = export_rows(getattr(query, s.per)(store, filter_of(s)), s.out)
+    if is_there:
+        talk.tell(f"{s.out} was there, and is written anew")
     recordings = f", recordings {', '.join(data['recordings'])}" if s.whole else ""
     return Result(f"{s.out}: {data['rows']} rows{recordings}", data)
 

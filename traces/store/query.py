@@ -32,6 +32,7 @@ from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import (
     NO_TRAFFIC,
+    Pair,
     Panorama,
     Recording,
     SampledRequest,
@@ -53,6 +54,8 @@ GROUPS: Final = {
 }
 """What answers are grouped by, and the column of each; ``batch``: the requests in a step, in the
 mean of a request's, rounded. Panoramas are of no policy and of no batch."""
+NAMED: Final = 20
+"""Most names that are told where another is not stored."""
 SUMS: Final = ("rounds", "drafted", "accepted", "emitted", "seconds", "prompts")
 """Columns of the rounds that a policy decoded a request by."""
 
@@ -62,12 +65,12 @@ class TraceFilter:
     """Which requests are meant; every field narrows, absent ones do not.
 
     ``recordings``, ``pair`` and ``policy`` are ids or beginnings of one (a recording also
-    ``latest``, a policy also its label), ``request`` is a request's own. ``since`` (inclusive) and
-    ``until`` (exclusive) bound the moment at which a request was stored; a timedelta is so long
-    ago. ``draft`` must have a panorama of the request; ``min_acceptance`` and ``max_acceptance``
-    (inclusive) bound its acceptance there, or without ``draft`` the mean of all drafts'. Where
-    neither ``recordings`` nor ``source`` is given, the :data:`NO_TRAFFIC` is left out. The requests
-    of a sample are rows of the recordings that they are stored in.
+    ``latest``, a pair its name, a policy its label), ``request`` is a request's own. ``since``
+    (inclusive) and ``until`` (exclusive) bound the moment at which a request was stored; a
+    timedelta is so long ago. ``draft`` must have a panorama of the request; ``min_acceptance`` and
+    ``max_acceptance`` (inclusive) bound its acceptance there, or without ``draft`` the mean of all
+    drafts'. Where neither ``recordings`` nor ``source`` is given, the :data:`NO_TRAFFIC` is left
+    out. The requests of a sample are rows of the recordings that they are stored in.
     """
 
     recordings: tuple[str, ...] = ()
@@ -86,15 +89,37 @@ class TraceFilter:
 EVERYTHING: Final = TraceFilter()
 
 
+def check_names(store: TraceStore, only: TraceFilter) -> None:
+    """Raises TraceError for a filter's request, pair, category, draft or policy that is not stored,
+    with names that are."""
+    named: list[tuple[str, Any, Any]] = [
+        ("request", only.request, Trajectory.request_id),
+        ("pair", only.pair, Pair.name),
+        *(("categories", (name,), Trajectory.category) for name in only.categories),
+        ("draft", only.draft, Panorama.draft),
+        ("policy", only.policy, StoredPolicy.label),
+    ]
+    for field, name, column in named:
+        if name is None or requests(store, TraceFilter(**{field: name}), limit=1):
+            continue
+        with store.database.read() as session:
+            names = select(column).distinct().order_by(column).limit(NAMED + 1)
+            there = [*session.scalars(names)]
+        what = f"category {name[0]!r}" if field == "categories" else f"{field} {name!r}"
+        shown = ", ".join(there[:NAMED]) + ", ..." * (len(there) > NAMED)
+        raise TraceError(f"{what} is not stored; there are: {shown or 'none'}")
+
+
 def list_recordings(store: TraceStore, only: TraceFilter = EVERYTHING) -> tuple[Recording, ...]:
     """Recordings that hold or list a matching request (or, without conditions on requests, match
     themselves), newest first."""
     named = {store.resolve_recording(name) for name in only.recordings}
+    pairs = {pair.id for pair in store.list_pairs() if pair.name == only.pair}
     found = [
         info
         for info in store.list_recordings()
         if (info.id in named or not named)
-        and info.pair_id.startswith(only.pair or "")
+        and (info.pair_id.startswith(only.pair or "") or info.pair_id in pairs)
         and only.source in (None, info.source)
     ]
     if replace(only, recordings=(), pair=None, source=None) == EVERYTHING:
@@ -315,7 +340,10 @@ def conditions_of(
     meanings: dict[str, Callable[[Any], ColumnElement[bool]]] = {
         "recordings": lambda names: _is_of(store, view, [*map(store.resolve_recording, names)]),
         "request": lambda name: c.request_id == name,
-        "pair": lambda name: c.pair_id.startswith(name, autoescape=True),
+        "pair": lambda name: or_(
+            c.pair_id.startswith(name, autoescape=True),
+            c.pair_id.in_(select(Pair.id).where(Pair.name == name)),
+        ),
         "categories": c.category.in_,
         "since": lambda moment: c.created_at >= _moment(store, moment),
         "until": lambda moment: c.created_at < _moment(store, moment),
