@@ -313,4 +313,4 @@ for path in api.COMMANDS:
     _add(path)
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="spectune")

@@ -356,6 +356,18 @@ def test_no_pair_is_taken_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+def test_a_recording_that_is_not_there_is_told_before_the_pair_is_loaded(
+    door: Door, folder: Path
+) -> None:
+    shutil.copytree("pair", "damaged")
+    for weights in Path("damaged").rglob("*.safetensors"):
+        weights.write_bytes(b"none")
+    assert "safetensors" in refused(door, "profile --pair damaged")
+    for command in ("tune", "profile"):
+        said = refused(door, f"{command} --recording rec-x --pair damaged")
+        assert "there is no recording 'rec-x'" in said
+
+
 def test_a_recording_that_is_named_says_which_pair(door: Door, folder: Path) -> None:
     """Also against the environment; what is typed is believed, and compared."""
     env = {"SPECTUNE_PAIR": str(folder)}
@@ -607,6 +619,9 @@ def test_real_processes_print_one_line(door: Door) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("error: request long")
+    command[2:] = ["traces", "list", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.startswith("Usage: spectune traces list"), "its name, however it is started"
 
 
 def test_a_python_that_nothing_is_installed_for_is_told_how_to_install() -> None:

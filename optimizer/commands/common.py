@@ -86,7 +86,10 @@ def pair_of(
 ) -> PairSpec:
     """The pair meant, its checkpoints there: the one that is typed, else that of a recording that
     is typed, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
-    PairError, also where nothing names one: no pair is taken in silence."""
+    PairError, also where nothing names one: no pair is taken in silence, and NotFoundError where
+    there is no such recording."""
+    if store is not None and recording not in (None, "latest"):
+        store.get_recording(recording)  # one that is not there is told before the pair is loaded
     if (loaded := getattr(settings.pair, "spec", None)) is not None:
         return _of_loaded(settings, loaded)
     typed = settings.typed("pair", "target", "drafts")
