@@ -106,6 +106,22 @@ def test_requests_are_stored_as_they_were_served(door: Door, agent: Agent) -> No
         assert {row["category"] for row in rows} == {"serve", "tenant-a"}
 
 
+def test_what_takes_long_to_bring_in_says_how_much_is_left(
+    store: TraceStore, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    agent.write(3)
+    follower(store, agent, told).once()
+    assert not [line for line in told if "left" in line]
+    monkeypatch.setattr("spectune.engines.vllm.follow.LEFT_S", 0.0)
+    agent.write(2)
+    follower(store, agent, told).once()
+    assert told[-1] == "2 requests are in; 0 MB left"
+    (tmp_path / "empty").mkdir()
+    Follower(store, tmp_path / "empty", "vllm", told.append, pair=PAIR).once()
+    assert "no status.json yet" in told[-1]
+
+
 def test_files_that_are_in_are_removed_or_compressed(store: TraceStore, agent: Agent) -> None:
     told: list[str] = []
     one = follower(store, agent, told)

@@ -45,6 +45,8 @@ LOOK_S = 0.25
 """Seconds between two looks for a publication, and for new lines."""
 REPORT_S = 60.0
 """Seconds between two reports, and two looks for what is to be forgotten."""
+LEFT_S = 30.0
+"""Seconds after which it is told how much is left of what takes so long to bring in."""
 ENDED_S = 86_400.0
 """Seconds after which the last file of a server that ended is removed."""
 RECORDINGS_LIMIT = 64
@@ -150,6 +152,8 @@ class Follower:
         and DatabaseError."""
         with self._lock():
             self.policy.look()
+            if self.policy.status is None:
+                self._tell(f"{self.folder}: no status.json yet, which the agent of a server writes")
             self.bring_in()
             self.forget()
 
@@ -190,11 +194,14 @@ class Follower:
         status = self.policy.status
         current = status.boot if status is not None else None
         failure: SpectuneError | None = None
+        told_s = time.monotonic()
         # Ended servers first: what they served is older.
         for boot, files in sorted(rounds_files(self.folder).items(), key=lambda f: f[0] == current):
             try:
                 while self._bring_chunk(boot, files) and not (stop and stop.is_set()):
-                    pass
+                    if time.monotonic() - told_s >= LEFT_S:
+                        told_s, left = time.monotonic(), self.unread_bytes() / 1e6
+                        self._tell(f"{self.totals.requests} requests are in; {left:.0f} MB left")
                 self._clear(boot, files, is_ended=current not in (None, boot))
             except FileNotFoundError:
                 continue  # the agent has removed it
