@@ -261,6 +261,8 @@ class Agent:
             listed = any(vllm.__version__.startswith(f"{version}.") for version in VERSIONS)
             self.unchecked = 0 if listed else SELF_CHECK_ROUNDS
             self.active = not self.refusal
+            if self.active:
+                LOG.info("spectune: requests are noted in %s; its policy.json is read", self.folder)
         except Exception as error:
             self.refusal = self.fault = f"off, vLLM {vllm.__version__} is not known: {error!r}"
         while not self.stop.wait(POLL_S):
