@@ -132,10 +132,11 @@ def _function(command: str) -> Callable[..., Result]:
 
     call.__name__ = call.__qualname__ = command.replace(" ", "_")
     lines = [f"    {option.keyword}: {option.field.description}" for option in options]
+    lines.append("    progress: Called with a phase, how much of it is done, and of how much.")
     call.__doc__ = "\n".join([model.__doc__ or "", "", *lines])
     first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in words]
     names = dict.fromkeys(option.keyword for option in options if not option.positional)
-    rest = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+    rest = [Parameter(name, Parameter.KEYWORD_ONLY) for name in (*names, "progress")]
     call.__signature__ = Signature([*first, *rest])  # type: ignore[attr-defined]
     return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -193,10 +194,19 @@ def test_what_a_call_does_not_take_is_refused(
         pass
     assert not Path("x.db").exists()
     chat = {"messages": [{"role": "user", "content": "x"}]}
+    phases: list[tuple[str, int, int]] = []
+
+    def shown(phase: str, done: int, total: int) -> None:
+        phases.append((phase, done, total))
+
+    assert "progress" in inspect.signature(spectune.record).parameters
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = spectune.record(prompts=[chat, "x"], max_new_tokens=2, gamma_max=2, **how)
+        found = spectune.record(
+            prompts=[chat, "x"], max_new_tokens=2, gamma_max=2, progress=shown, **how
+        )
     assert [row["request"] for row in found.rows] == ["0", "1"]
+    assert ("decode", 2, 2) in phases
     assert {w.filename for w in said if w.category is UserWarning} == {__file__}
     assert [str(w.message) for w in said if w.category is UserWarning] == [
         "1 of 2 prompts are the same as an earlier one, and tell nothing new",
