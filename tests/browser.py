@@ -25,7 +25,7 @@ function measure(name, page) {
       const a = box(svg), b = box(text);
       if (b.left < a.left - 1 || b.right > a.right + 1 || b.bottom > a.bottom + 1)
         tell("outside its chart", text.textContent);
-      if (b.height < 10) tell("too small", text.textContent);
+      if (b.height < 9.9) tell("too small", text.textContent);
       for (const other of texts.slice(n + 1)) {
         const c = box(other);
         if (Math.min(b.right, c.right) - Math.max(b.left, c.left) > 2

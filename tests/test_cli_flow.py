@@ -598,3 +598,11 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
     assert door.json("report", tuned["study"], out=path)["path"] == str(path)
     assert "there is no folder" in door.refused("report", out=tmp_path / "no" / "r.html")
     assert "there is no study 'none-such'" in door.refused("report none-such")
+    other = Door(str(tmp_path / "other.db"), door.pair)
+    run_sql(door.db, f"VACUUM INTO '{other.db}'")
+    with opened(other.db) as store:  # a search whose tuning was interrupted
+        last = store.get_study("latest")
+        begun = store.put_study(last.pair_id, sampler="none", seed=0, document={})
+    latest = other.json("report latest", out=tmp_path / "latest.html")["study"]
+    assert latest != begun
+    assert "its tuning did not end" in other.refused("report", begun)

@@ -401,6 +401,15 @@ def long_labels() -> Tuned:
     return tuned(winner, PLAIN, *raced, confirmed=confirmed)
 
 
+def under_load() -> TuningReport:
+    """A tuning of an engine, of two loads."""
+    made = report(changed(FASTER, unit="runs"), **PUBLISHED)
+    loads = {"clients:1": 50.0, "poisson:0.25 of 200 requests": 9.0}
+    made.evidence.categories.update({PLAIN.policy.id: loads, FAST.id: loads})
+    made.evidence.about.update({"engine": "vLLM 0.32.0", "deployment": "vllm", "load": "clients:1"})
+    return made
+
+
 def test_the_page_is_whole_and_nothing_in_it_acts(tmp_path: Path) -> None:
     """In a browser, where there is one, all text lies within its chart and can be read, also with
     long names and where nothing won."""
@@ -423,6 +432,7 @@ def test_the_page_is_whole_and_nothing_in_it_acts(tmp_path: Path) -> None:
         "gain": text,
         "long labels": page(report(long_labels())),
         "no winner": page(report(results(PLAIN, PLAIN))),
+        "under load": page(under_load()),
     }
     assert laid_out(pages, tmp_path) == (IN_FORCE, [])
 

@@ -47,8 +47,11 @@ class TuningReport:
 
 
 def report_on(store: TraceStore, name: str) -> TuningReport:
-    """Reads a study by id, the beginning of one, or ``latest``. Raises NotFoundError where there is
-    none, or no results of it, and CorruptedChunkError where it is damaged."""
+    """Reads a study by id, the beginning of one, or ``latest``: the newest that ended. Raises
+    NotFoundError where there is none, or no results of it, and CorruptedChunkError where it is
+    damaged."""
+    if name == "latest" and (ended := store.list_artifacts(EVIDENCE)):
+        name = ended[0].provenance["study"]
     study = store.get_study(name)
     for artifact in store.list_artifacts(EVIDENCE, study.pair_id):
         if artifact.provenance.get("study") == study.id:
@@ -172,8 +175,8 @@ def _speeds(report: TuningReport, series: Mapping[str, str]) -> Iterator[Panel]:
     ]
     yield Panel(
         "race",
-        f"{sum(not c.left_in_race for c in race)} of {len(race)} policies fell behind beyond "
-        "noise in the race and were dropped",
+        f"{(dropped := sum(not c.left_in_race for c in race))} of {len(race)} policies fell behind "
+        f"beyond noise in the race and {'was' if dropped == 1 else 'were'} dropped",
         "Speed over that of the fastest in the race, with 95% intervals.",
         charts.rows("race", "speed over the fastest's", lines, series, has_legend=False),
     )
