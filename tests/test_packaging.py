@@ -3,8 +3,12 @@ wheel itself."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 from click.shell_completion import get_completion_class
@@ -53,3 +57,33 @@ def test_a_shell_completes_as_the_page_says() -> None:
     completion = kind(main, {}, "spectune", variable)
     assert f"{variable}=bash_complete" in completion.source()
     assert [found.value for found in completion.get_completions(["tune"], "--qu")] == ["--quick"]
+
+
+PYTHON = """#!/bin/sh
+mkdir -p "$3/bin"
+printf '#!/bin/sh\\necho "$@" >>pip.log\\n' >"$3/bin/pip"
+chmod +x "$3/bin/pip"
+"""
+"""A Python whose `-m venv FOLDER` makes an environment in which pip notes what it is asked for."""
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_torch_for_cpus_is_installed_where_there_is_no_gpu(tmp_path: Path, has_gpu: bool) -> None:
+    """By `make`, before what would bring the usual one along."""
+    if shutil.which("nvidia-smi") and not has_gpu:
+        pytest.skip("this machine has an NVIDIA GPU")
+    for name, text in (("python", PYTHON), *(("nvidia-smi", "#!/bin/sh\n"),) * has_gpu):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path)
+    subprocess.run(
+        ["make", "PYTHON=./python", ".venv/.installed"],
+        cwd=tmp_path, check=True, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    *first, last = (tmp_path / "pip.log").read_text().splitlines()
+    assert last.endswith("-c constraints.txt -e .[native,search]")
+    cpu = [line for line in first if line.endswith(" torch")]
+    assert [("--index-url https://download.pytorch.org/whl/cpu" in line) for line in cpu] == (
+        [] if has_gpu else [True]
+    )
