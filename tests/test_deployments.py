@@ -77,7 +77,7 @@ def test_a_deployments_life_at_two_temperatures(
     assert (back["policy"], back["deployment"]) == (fixed(5).id, "canary")
     assert active("canary")["temperature"] == 0.7
     missing = door.refused("policies", "rollback", *of, "--to", hot)
-    assert f"no such version for pair {pair.id}" in missing
+    assert f"no such version for pair {pair.id} ({pair.spec.name}) on" in missing
     assert "has no earlier policy" in door.refused("policies", "rollback", *of)
 
     promoted = door.json("policies", "activate", "active", "--from", "canary", *of)

@@ -162,7 +162,9 @@ def _worth(checked: PairCheck) -> dict[str, Any] | None:
 
 
 def _about(minutes: float) -> str:
-    return f"about {minutes:.0f} minutes" if minutes < 100 else f"about {minutes / 60:.0f} hours"
+    if minutes < 100:
+        return f"about {_counted(max(1, round(minutes)), 'minute')}"
+    return f"about {minutes / 60:.0f} hours"
 
 
 def _tune(s: Settings, spec: PairSpec) -> tuple[list[str], type[Tune], set[str]]:

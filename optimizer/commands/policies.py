@@ -67,7 +67,7 @@ def list_publications(s: PoliciesList, talk: Talk) -> Result:
     where = ("deployment",) if spec else ("deployment", "pair", "pair_id", "device")
     ends = ("servers",) if s.in_force else ("active", "until", "actor", "servers", "reason")
     columns = ("version", *where, "policy", "label", "temperature", "created_at", *ends)
-    title = f"publications for pair {spec.id} on {device}" if spec else "publications"
+    title = f"publications for pair {spec.id} ({spec.name}) on {device}" if spec else "publications"
     about: dict[str, Any] = {"pair": pair_id, "device": device, "policies": policies}
     return listed("publications", rows, Table(shown, columns, title), **about)
 
@@ -185,8 +185,8 @@ def activate(s: PoliciesActivate, talk: Talk) -> Result:
     with _lookup(s, s.policy) as store:
         if source is not None and store.active_publication(spec.id, device, source) is None:
             raise ConfigError(
-                f"--from {source}: nothing is in force there for pair {spec.id} on {device} (see "
-                "`policies list`)"
+                f"--from {source}: nothing is in force there for pair {spec.id} ({spec.name}) on "
+                f"{device} (see `policies list`)"
             )
         policy = policy_named(store, s.policy, spec.id, device, source or s.deployment, talk)
         # What every runtime would refuse later is refused now.
@@ -242,7 +242,7 @@ def _published(
 def rollback(s: PoliciesRollback, talk: Talk) -> Result:
     spec, device = pair_of(s), device_of(s.device)
     pair_id = spec.id
-    where = f"for pair {pair_id} on {device}"
+    where = f"for pair {spec.id} ({spec.name}) on {device}"
     with open_store(s) as store:
         publications = store.list_publications(pair_id, device, s.deployment)
         there, pair = Servers.of(store).of_deployment(s.deployment), (spec.name, spec.models)

@@ -106,7 +106,7 @@ def abort(s: PoliciesAbort, talk: Talk) -> Result:
         here = [r for r in found if (r.pair_id, r.device) == (spec.id, device)]
         if not here:
             others = ", ".join(f"{r.id} (pair {r.pair_id}, {r.device})" for r in found)
-            where = f"in deployment {s.deployment} for pair {spec.id} on {device}"
+            where = f"in deployment {s.deployment} for pair {spec.id} ({spec.name}) on {device}"
             hint = f"; open there: {others}" if others else ""
             raise ConfigError(f"no rollout is open {where}{hint}")
         ended = store.abort_rollout(here[0].id, s.reason)
