@@ -488,6 +488,9 @@ class Filter(Settings):
     recording: Texts = setting((), "Id, beginning of one, or latest; repeatable.")
     request: str | None = setting(None, "Id of a request.")
     pair_id: str | None = setting(None, "Id or name of a pair.")
+    source: str | None = setting(
+        None, "Only these: record (by record and tune), serve (traffic), sample, profile."
+    )
     category: Texts = setting((), "Only requests of this category; repeatable.")
     since: Moment | None = setting(None, "Decoded since so long ago (24h), or a moment (UTC).")
     until: Moment | None = setting(None, "Decoded before; as --since.")

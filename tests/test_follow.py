@@ -100,7 +100,12 @@ def test_requests_are_stored_as_they_were_served(door: Door, agent: Agent) -> No
     assert again["requests"] == 0
     agent.write()
     assert door.json("follow", agent.folder, pair="demo", once=True)["requests"] == 1
-    for asked in ({"speed": True, "by": "category"}, {"by": "category"}, {}):
+    for asked in (
+        {"speed": True, "by": "category"},
+        {"by": "category"},
+        {"by": "draft,category"},
+        {},
+    ):
         shown = door.json("traces stats", **asked)
         (rows,) = (value for value in shown.values() if isinstance(value, list))
         assert {row["category"] for row in rows} == {"serve", "tenant-a"}

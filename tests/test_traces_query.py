@@ -433,6 +433,7 @@ def test_what_a_policy_would_have_cost_on_the_traffic_of_a_day(
         ("export none.parquet --whole --pair-id 0", "matches; none.parquet is not written"),
         ("show latest --request r99", "has no request 'r99'"),
         ("show all --request r99", "request 'r99' is not stored; there are: r0, r1"),
+        ("list --source served", "source 'served' is not stored; there are: record"),
         ("list --category chat", "category 'chat' is not stored; there are: "),
         ("stats --draft tiny", "draft 'tiny' is not stored; there are: "),
         ("stats --pair-id theirs", "pair 'theirs' is not stored; there are: demo"),
@@ -475,7 +476,7 @@ def test_answers_are_printed_and_limited(tmp_path: Any) -> None:
     assert shown.count(OTHER) == 8, "a line for each round"
     assert door.json("traces show all --policy autoregressive")["requests"]
     assert [info["id"] for info in door.json("traces list --pair-id demo")["recordings"]]
-    assert door.json("traces stats --pair-id demo")["stats"]
+    assert door.json("traces stats --pair-id demo --source record")["stats"]
     assert "no publications stored" in door.call("policies list").stdout
     assert "no publications stored" in door.call("policies list --in-force").stdout
     with opened(str(door.db)) as store:
@@ -515,4 +516,5 @@ def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> Non
     assert "1.25 (1.10-1.42)" in shown
     assert "default: faster" in shown
     assert "nothing is published" in shown
+    assert f"nightly {canary['scheduled'][0]['next_at'][:10]} 00:00" in shown
     assert door.json("status --deployment canary")["deployments"] == [canary]

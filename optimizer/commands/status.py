@@ -139,7 +139,7 @@ def _in_words(row: Mapping[str, Any]) -> dict[str, str]:
         tau = "" if served["tau"] is None else f", tau {served['tau']:.2f}"
         shown = f"{served['requests']} requests, {served['tokens_per_s'] or 0:.0f} tokens/s{tau}"
     due = [
-        f"{one['schedule']} {one['next_at'][:16]}"
+        f"{one['schedule']} {one['next_at'][:16].replace('T', ' ')}"
         + (f", last {one['last']}" if one["last"] else "")
         for one in row["scheduled"]
     ]

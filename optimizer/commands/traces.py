@@ -38,6 +38,7 @@ def filter_of(s: Filter) -> TraceFilter:
         recordings=recordings,
         request=s.request,
         pair=s.pair_id,
+        source=s.source,
         categories=s.category,
         since=s.since,
         until=s.until,
@@ -110,11 +111,14 @@ def stats(s: TracesStats, talk: Talk) -> Result:
             _tell_loads([row["mean_batch"] for row in rows], names, talk)
         else:
             rows = query.acceptance(store, filter_of(s), names, executed=s.executed)
-            if not rows and not (s.executed or {"draft", "policy"} & {*(s.by or "").split(",")}):
+            if not rows and not s.executed:
                 # Served traffic has rounds, and panoramas once `record --resume` has made them.
                 names = [name for name in names if name != "draft"]
                 if rows := query.acceptance(store, filter_of(s), names, executed=True):
-                    talk.tell("no panoramas yet: acceptance over rounds executed (--executed)")
+                    talk.tell(
+                        "no panoramas yet (`record --resume latest` makes them): acceptance over "
+                        "rounds executed (--executed)"
+                    )
             is_tau = "policy_id" in (rows[0] if rows else ())  # of rounds, not of all starts
             length = "tau" if is_tau else "mean_accepted_length"
             columns = ("requests", length, "by_position")

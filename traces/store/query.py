@@ -90,10 +90,11 @@ EVERYTHING: Final = TraceFilter()
 
 
 def check_names(store: TraceStore, only: TraceFilter) -> None:
-    """Raises TraceError for a filter's request, pair, category, draft or policy that is not stored,
-    with names that are."""
+    """Raises TraceError for a filter's request, source, pair, category, draft or policy that is not
+    stored, with names that are."""
     named: list[tuple[str, Any, Any]] = [
         ("request", only.request, Trajectory.request_id),
+        ("source", only.source, Recording.source),
         ("pair", only.pair, Pair.name),
         *(("categories", (name,), Trajectory.category) for name in only.categories),
         ("draft", only.draft, Panorama.draft),
