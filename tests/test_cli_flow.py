@@ -592,7 +592,8 @@ def test_a_tuning_leaves_a_report(door: Door, tuned: dict[str, Any], tmp_path: P
             assert f'id="{part}"' in page, part
         assert 'id="by-prompt"' not in page, "it was not tried"
     (command,) = re.findall("<pre>spectune (.*)</pre>", html.unescape(text))
-    assert parsed(shlex.split(command))
+    assert parsed(words := shlex.split(command))
+    assert words[:2] == ["--db", str(Path(door.db).resolve())]
     assert f"<h1>{made['sentence']}".split("'")[0] in again
     assert tuned["rejection"] is None, "at temperature 0 it is the same verifier"
     assert door.json("report", tuned["study"], out=path)["path"] == str(path)

@@ -45,7 +45,10 @@ def write_report(
     beside = database_files(db)[:1]  # none of one on a server
     folder = beside[0].parent if beside else Path()
     path = out or str(folder / f"spectune-report-{name}.html")
-    write_text(path, [page(report, gpus=gpus, price=price)])
+    named = ""  # its command is typed where the page lies, or wherever it was copied to
+    if db != Report.model_fields["db"].default:
+        named = str(beside[0].resolve()) if beside else store.database.name
+    write_text(path, [page(report, gpus=gpus, price=price, db=named)])
     return {"path": path, "study": name, "sentence": headline(report.evidence.tuned)}
 
 

@@ -170,6 +170,7 @@ def positions(acceptance: Mapping[str, Sequence[float]]) -> str:
             color = COLOURS[i % len(COLOURS)]
             axes.plot(range(1, len(shares) + 1), shares, ".-", color=color, label=draft)
         axes.set(xlim=(0, None), ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     return chart("positions", "position in the draft (tokens)", "share accepted", draw)
 

@@ -70,8 +70,8 @@ def report_on(store: TraceStore, name: str) -> TuningReport:
     return TuningReport(study, evidence, accepted, store.get_pair(study.pair_id).document)
 
 
-def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> str:
-    """The HTML of the page."""
+def page(report: TuningReport, *, gpus: int = 1, price: float | None = None, db: str = "") -> str:
+    """The HTML of the page. ``db``: the database that its command names; empty: none."""
     tuned, about, study = report.evidence.tuned, report.evidence.about, report.study
     winner, published = tuned.winner, tuned.published
     dealt = (
@@ -89,7 +89,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
     }
     load = str(about.get("load", ""))
     saved = savings(tuned, str(about["device"]), gpus=gpus, price=price, load=load)
-    command, purpose = deploy_command(report)
+    command, purpose = deploy_command(report, db)
     return rendered(
         title=headline(tuned),
         command=command,
@@ -100,7 +100,7 @@ def page(report: TuningReport, *, gpus: int = 1, price: float | None = None) -> 
     )
 
 
-def deploy_command(report: TuningReport) -> tuple[str, str]:
+def deploy_command(report: TuningReport, db: str = "") -> tuple[str, str]:
     """The command that uses or publishes the winner, and what it does, or why there is none; empty
     where nothing is to be deployed."""
     tuned, about = report.evidence.tuned, report.evidence.about
@@ -109,16 +109,17 @@ def deploy_command(report: TuningReport) -> tuple[str, str]:
         return "", ""
     if tuned.blocked:
         return "", f"Nothing was published: {tuned.blocked}."
+    spectune = ["spectune", "--db", db] if db else ["spectune"]
     place = [] if deployment == "default" else ["--deployment", deployment]
     if "engine" in about:  # its servers are no process of ours
         if tuned.published:
             purpose = "It is published. This shows which servers have applied it:"
-            return shlex.join(["spectune", "policies", "list", *place]), purpose
+            return shlex.join([*spectune, "policies", "list", *place]), purpose
         place += ["--device", about["device"]]
-    words = ["spectune", "policies", "activate", tuned.winner.id]
+    words = [*spectune, "policies", "activate", tuned.winner.id]
     purpose = "It is not published yet. This puts it in force:"
     if tuned.published:
-        words = ["spectune", "run", "--policy", "active"]
+        words = [*spectune, "run", "--policy", "active"]
         purpose = "It is published. This decodes with it:"
     spec = PairSpec.from_json(report.pair, where="the pair of the study")
     if spec == read_pair("demo"):
