@@ -28,8 +28,8 @@ class Sanity:
         if self.repetitive > 0.1 * self.requests:
             lines.append(
                 f"{self.repetitive} of {self.requests} texts end in a cycle that repeats itself, "
-                "which any draft guesses: speeds will be higher than on texts that do not (another "
-                "target, or a chat template that is missing?)"
+                "as those of small targets do, and of others without their chat template: any "
+                "draft guesses that, so speeds will be higher than on texts that do not"
             )
         if self.duplicates:
             lines.append(
