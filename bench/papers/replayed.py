@@ -119,10 +119,11 @@ def in_bins(
 def fit_in_bins(h: Halves, source: TreeSource, depth: int = DEPTH) -> StoredFit:
     """Bins as the paper fits them: to the rounds of EAGLE-2's tree, by its score; to every start
     where too few rounds are fully accepted, as of a deep tree."""
-    policy = eagle(source.trees.forest.draft, depth=depth)
+    draft = source.trees.forest.draft
     places = [h.trace.request_ids.index(name) for name in source.trace.request_ids]
-    rounds = replayed(h, policy, places=places, per_round=True).rounds
+    rounds = replayed(h, eagle(draft, depth=depth), places=places, per_round=True).rounds
     assert rounds is not None
+    source = tree_source(h.store, h.recording, draft)  # with the trees that this has recorded
     starts = source.trace.offsets[source.trace.order][rounds[:, 0]] + rounds[:, 1]
     every = replace(source.trees, score="probability")
     for trees in (replace(every, starts=np.sort(starts)), every):
