@@ -172,8 +172,8 @@ def _errors(sample: dict[str, Any], target: Path) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     errors = []
     for asked, (told, *_) in zip(sample["arguments"].values(), sample["resps"], strict=True):
-        before, after = asked["arg_0"], asked["arg_1"]
-        ids, held = tokenizer(before + after)["input_ids"], len(tokenizer(before)["input_ids"])
+        ids = tokenizer(asked["arg_0"] + asked["arg_1"])["input_ids"]
+        held = len(tokenizer(asked["arg_0"].rstrip())["input_ids"])  # as lm-eval parts them
         with torch.no_grad():
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         own = sum(float(logprobs[place - 1, ids[place]]) for place in range(held, len(ids)))
