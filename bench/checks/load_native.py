@@ -322,7 +322,7 @@ def hardware(quick: bool) -> dict[str, Any]:
             for row in by_clients(Played(trace, pair, costs, artifacts), each, size):
                 rows.append({"hardware": name, "temperature": sampling.temperature, **row})
                 say(f"{name}, T={sampling.temperature:g}: {row}")
-    return {"rows": rows}
+    return {"texts": size.texts, "tokens": size.tokens, "rows": rows}
 
 
 def by_clients(

@@ -446,7 +446,8 @@ def replayed(quick: bool) -> dict[str, Any]:
                 logs[rule, n] = np.log(np.array(speeds)).mean(0)
             say(f"{name}, {n}: { {r: round(float(np.exp(logs[r, n][0]))) for r in chosen[0]} }")
         rows += [{"hardware": name, **row} for row in _rows(logs, list(chosen[0]))]
-    return {"loops_differ_by": differ, "rows": rows}
+    sizes = {"texts": size.texts, "tokens": size.tokens}
+    return {"loops_differ_by": differ, **sizes, "rows": rows}
 
 
 def _rows(logs: Mapping[tuple[str, int], FloatArray], rules: Sequence[str]) -> list[dict[str, Any]]:
