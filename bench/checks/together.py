@@ -33,7 +33,7 @@ from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy, parse_pol
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.traces.cost_table import CostTable
 from spectune.traces.errors import PolicyError
-from spectune.traces.schema import Request, Sampling
+from spectune.traces.schema import Request, Sampling, Step
 from spectune.traces.tables import LatencyProfile, Trajectory
 
 SAMPLINGS = Sampling(), Sampling(1.0, seed=5)
@@ -134,11 +134,11 @@ def by_models(lab: Lab, trace: ReplayTrace, policy: Policy, each: int) -> dict[s
         text = texts[n]
         row["texts_differ"] += answer.trajectory.output_ids.tolist() != text.output_ids.tolist()
         sizes = [step.batch for step in own]
-        alone = list(decode_rounds(single.backend, _request(single, text), ByLoad(ready, sizes)))
-        shapes = [[shape(r.step) for r in alone], [shape(step) for step in own]]
         row["rounds"] += len(own)
-        same = sum(a == b for a, b in zip(*shapes, strict=False))
-        row["rounds_differ"] += max(map(len, shapes)) - same
+        row["rounds_differ"] += min(
+            unlike([shape(step) for step in own], list(map(shape, alone)))
+            for alone in as_if_alone(single, _request(single, text), ready, sizes)
+        )
         members = found.members[found.members[:, 1] == n]
         replayed = [
             (int(batches[step]), plan.plans[p].policy_id, drafted, accepted)
@@ -165,17 +165,34 @@ def _request(decoder: Decoder, text: Trajectory) -> DecodeRequest:
     return decoder.request(item, ids, text.sampling, text.max_new_tokens, drafts=())
 
 
+def unlike(one: Sequence[object], other: Sequence[object]) -> int:
+    """In how many places two sequences differ."""
+    return max(len(one), len(other)) - sum(a == b for a, b in zip(one, other, strict=False))
+
+
+def as_if_alone(
+    decoder: Decoder, request: DecodeRequest, plan: Plan, sizes: Sequence[int]
+) -> Iterator[list[Step]]:
+    """The rounds of a request alone, as if so many ran in each of its steps. As it was admitted
+    others of its first step may not have been there yet, which tells what drafts have read by
+    then; so one sequence of rounds for each number that may have run."""
+    admitted = {plan.at(size).policy_id: size for size in range(1, sizes[0] + 1)}
+    for size in admitted.values():
+        source = ByLoad(plan, [size, *sizes])
+        yield [told.step for told in decode_rounds(decoder.backend, request, source)]
+
+
 @dataclass
 class ByLoad:
-    """A plan's entries for one request alone, as if so many ran in each of its steps."""
+    """A plan's entries for one request alone, as if so many ran whenever it is looked at: as the
+    request is admitted, then before each round."""
 
     plan: Plan
     sizes: Sequence[int]
     looks: int = 0
 
     def current(self) -> Plan:
-        # Looked at once as it is admitted, then before each round.
-        size = self.sizes[max(0, min(self.looks, len(self.sizes)) - 1)]
+        size = self.sizes[min(self.looks, len(self.sizes) - 1)]
         self.looks += 1
         return self.plan.at(size)
 
