@@ -38,7 +38,7 @@ def send_made(server: Served, path: str, mode: GenerationMode, cases: int) -> Co
         response = case.call(timeout=240)
         told[response.status_code] += 1
         code = str(response.status_code)
-        assert response.status_code != 500, response.text
+        assert response.status_code != 500, (case.body, response.text)
         assert code in documented or f"{code[0]}XX" in documented, (code, response.text)
         if response.status_code >= 400:
             error_of(response, response.status_code)

@@ -203,6 +203,14 @@ def test_a_seed_gives_one_text(
     assert [found[n] for n in range(6)] == expected * 2
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 9e-6, 1e-5])
+def test_a_temperature_next_to_none_is_greedy(server: Served, temperature: float) -> None:
+    """Logits cannot be divided by it: a tree of such a draft had no node."""
+    body = {"prompt": LONG, "max_tokens": 12, "top_p": 0.5, "n": 2}
+    found = server.texts("completions", **body, temperature=temperature)
+    assert found == server.texts("completions", **body, temperature=0)
+
+
 def test_greedy_texts_are_those_of_transformers(server: Served) -> None:
     model = AutoModelForCausalLM.from_pretrained(server.pair.spec.target, dtype=torch.float64)
     ids = server.pair.encode(LONG)

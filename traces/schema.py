@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -135,11 +135,16 @@ def policy_id(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(policy_content(document).encode()).hexdigest()[:12]
 
 
+LEAST_TEMPERATURE: Final = 1e-5
+"""Below it vLLM decodes greedily, too."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the target's distribution is processed and drawn from.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is
+    ``temperature`` 0 is greedy, and so is one below :data:`LEAST_TEMPERATURE`, by which logits
+    could no longer be divided; ``top_k`` 0 and ``top_p`` 1 switch those filters off; ``seed`` is
     the run's, from which each request's own seed follows (:func:`request_seed`).
     """
 
@@ -147,6 +152,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def greedy(self) -> bool:
