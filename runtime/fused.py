@@ -24,6 +24,7 @@ from spectune.runtime.cuda.launch import kernels_run, switched_on, try_launch
 from spectune.runtime.cuda.layers import Norm
 from spectune.runtime.cuda.skinny import MOST_ROWS, skinny, skinny_on, skinny_runs
 from spectune.runtime.cuda.split_attention import DTYPES, attention_runs, split_attention
+from spectune.runtime.drafts.tree_program import try_program
 
 Product = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -91,6 +92,8 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
         zeros, slot = states.new_zeros, torch.zeros(1, dtype=torch.int64, device=device)
         for add in (noise.perturbed, noise.best):
             add(torch.zeros(1, 1, device=device), slot[:, None])
+        if skinny_on():
+            try_program(device)
         if states.dtype not in DTYPES:
             return
         x, norm = zeros(1, hidden_size), (zeros(hidden_size), 1e-6)

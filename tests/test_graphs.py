@@ -3,6 +3,7 @@ memory, as a CUDA graph does."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from spectune.runtime.cuda.graphs import (
     use_graphs,
 )
 from spectune.runtime.decoder import Decoder, prepare_for
+from spectune.runtime.drafts.tree_program import TreeProgram
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import DecodeRequest, PolicySource, Round, StaticSource
 from spectune.runtime.models import Outputs, PassKind
@@ -249,6 +251,30 @@ def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> N
         assert seen(rounds) == seen(going(twins.plain, source, sampling)), policy.label()
         assert twins.missed() == {}, policy.label()
         assert sum(twins.fast.target.graphs.replayed.values()) == len(rounds)  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+def test_trees_by_one_program_a_level_are_those_of_torch(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole texts and all rounds, uncaptured. What the program does not know is grown as before."""
+    monkeypatch.setenv("SPECTUNE_SKINNY", "1")
+    monkeypatch.setattr(twins.recorder, "capture", lambda compute: 1 / 0)
+    grown, choose = list[int](), TreeProgram.choose
+    monkeypatch.setattr(
+        TreeProgram, "choose", lambda program, last: grown.append(last) or choose(program, last)
+    )
+    for document, sampling, depth in (
+        (top_k("near", 4, 3, 9), GREEDY, 3),
+        (top_k("eagle3", 3, 2, 8), HOT, 2),
+        (chain("near", 3, stop={"kind": "joint_prob", "threshold": 0.02}), GREEDY, 0),
+    ):
+        twins.forget()
+        grown.clear()
+        twins.agree(parse_policy(document), sampling)
+        assert max(grown, default=0) == depth
+    twins.forget()
 
 
 @pytest.mark.parametrize("draft", ["near", "eagle3"])

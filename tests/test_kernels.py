@@ -18,6 +18,7 @@ from spectune.runtime import fused
 from spectune.runtime.attention import slot_attention
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda import layers
+from spectune.runtime.cuda.growth import growth_kernels
 from spectune.runtime.cuda.skinny import LAUNCH as LAUNCH_SKINNY
 from spectune.runtime.cuda.skinny import skinny, skinny_kernel, tile_for
 from spectune.runtime.cuda.split_attention import (
@@ -27,6 +28,7 @@ from spectune.runtime.cuda.split_attention import (
     blocks_for,
     split_attention,
 )
+from spectune.runtime.drafts.tree_program import choice_constants, level_constants, warps_for
 from spectune.runtime.models import CausalModel
 
 pytestmark = pytest.mark.skipif(
@@ -193,7 +195,8 @@ def compiled(
 
     names = kernel.arg_names
     kinds = dict.fromkeys(names, "i32") | kinds | dict.fromkeys(fixed, "constexpr")
-    counts = ("n", "groups", "heads", "kv_heads")
+    counts = ["n", "groups", "heads", "kv_heads"]
+    counts += [each.name for each in kernel.params if each.do_not_specialize]
     of_16 = [x for x in names if kinds[x][0] == "*" or (kinds[x] == "i32" and x not in counts)]
     source = ASTSource(
         kernel,
@@ -272,3 +275,19 @@ def test_products_of_few_rows_compile_for_gpus(rows: int, columns: int) -> None:
         assert made.metadata.shared <= 227 * 1024
         assert "mma" in ptx
         assert ".local" not in ptx
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize(("width", "coupled"), [(1, True), (10, False), (32, True)])
+def test_the_growth_of_a_tree_compiles_for_gpus(width: int, coupled: bool) -> None:
+    """Of eight levels, up to the widest; nothing spills."""
+    sizes = level_constants(width, width, width, coupled=coupled)
+    choice = choice_constants(width + 7 * width**2)
+    of_choice, of_level = warps_for(choice["SIZE"]), warps_for(sizes["ROWS"] * sizes["WIDE"])
+    for kernel, fixed, warps in zip(
+        growth_kernels(False), (sizes, choice), (of_level, of_choice), strict=True
+    ):
+        tables = {"scores": "*fp32", "logs": "*fp64", "log_sums": "*fp64"}
+        names = ("tokens", "there", "numbers", "weights", "pool", "front", "out", *tables)
+        kinds = {n: tables.get(n, "*i64") for n in names if n in kernel.arg_names}
+        assert ".local" not in compiled(kernel, 90, kinds, fixed, num_warps=warps).asm["ptx"]

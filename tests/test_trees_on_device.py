@@ -4,6 +4,7 @@ ties, all rules, whole trees and each of their levels."""
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ import torch
 from test_trees import KINDS, Case, Told, as_codes, random_case
 from tree_reference import Path
 
-from spectune.runtime.distributions import DeviceCodes
+from spectune.runtime.distributions import Children, DeviceCodes, codes_on_device
+from spectune.runtime.drafts.tree_program import TreeProgram
 from spectune.runtime.trees.draft import GrownTree, grow
+from spectune.runtime.trees.grow import TreeRule
 from spectune.runtime.trees.on_device import (
     GrowingTree,
     grow_on_device,
@@ -129,3 +132,48 @@ def test_places_are_numbered_as_passes_read_them(kind: str) -> None:
         for token, parent, place in zip(tree.tokens, tree.parents, tree.expanded, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
             assert place < 0 or told.read[place] == paths[-1]
+
+
+def drawn_children(rows: int, width: int, kind: int, rng: torch.Generator) -> Children:
+    """Children of distributions: of four scores, or of any and fewer than ``width``, or -inf."""
+    nats = torch.rand(rows, width, generator=rng) * (4.0 if kind else 4 / 256)
+    if kind == 2:
+        nats[torch.rand(rows, width, generator=rng) < 0.5] = torch.inf
+    tokens, lack = (torch.randint(n, (rows, width), generator=rng) for n in (999, width))
+    count = width - lack[:, 0] * bool(kind)
+    return Children(tokens, nats, nats.sort(-1).values, count * 0, count * 0, count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("coupled", [False, True])
+def test_one_program_a_level_grows_the_same_trees(coupled: bool) -> None:
+    """And what passes read after each level, for two texts in one memory, also behind the end of a
+    tree or of the cache. A node sees the text, those above and itself."""
+    sizes = [(2, 8, 60), (10, 1, 4), (1, 8, 4), (10, 8, 60), (7, 3, None), (3, 5, 4), (5, 4, 23)]
+    for trial, (width, depth, top_n) in enumerate(sizes):
+        rng, slots = torch.Generator().manual_seed(trial), 100
+        rule = TreeRule(width, width, coupled, top_n=top_n)
+        usual, numbers = GrowingTree(rule, depth, CPU), torch.zeros(3, dtype=torch.int64)
+        program = TreeProgram(GrowingTree(rule, depth, CPU), numbers, slots, 1, 90)
+        for goal, length in ((depth, 20), (max(1, depth - 1), 87)):
+            numbers[:] = torch.tensor([length, length, goal])
+            usual.begin(numbers[2:], numbers[2:])
+            sees, first = [{*range(1, length)}], length
+            for level in range(1, depth + 1):
+                rows, given = usual.sizes[level - 1], width - (trial == 4)
+                children = drawn_children(rows, given, trial % 3, rng)
+                usual.add(codes_on_device(children), level, goal)
+                program.add(children, level)
+                read, above = program.read(level)
+                assert all(map(torch.equal, (read.ids, above), usual.frontier(level)))
+                own = [min(first + i, slots) for i in range(len(above))]
+                at = [read.slots.tolist(), read.positions.tolist(), read.length.tolist()]
+                end = min(own[-1] + 1, slots)
+                assert at == [own, [min(length + level - 1, 89)] * len(own), [end]]
+                sees = [sees[a] | {slot} for a, slot in zip(above.tolist(), own, strict=True)]
+                seen = [{*row.nonzero()[:, 0].tolist()} for row in read.mask]
+                assert seen == [each - {slots} for each in sees]
+                first += len(own)
+            ours, theirs = program.choose(depth).tolist(), usual.choose().tolist()
+            assert grown_tree(ours, usual.sizes) == grown_tree(theirs, usual.sizes)

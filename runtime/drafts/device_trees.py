@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.distributions import best_children, codes_on_device
+from spectune.runtime.drafts.tree_program import TreeProgram, grows_by_program
 from spectune.runtime.policies.blocks import FixedWindow
 from spectune.runtime.sampling import Noise, add_noise
 from spectune.runtime.trees.draft import GrownTree
@@ -83,6 +84,10 @@ class TreePhase:
         """Of a head: its outputs there, in row 0 of the root at first."""
         if model.feature_size:
             self._hidden = torch.zeros(most, model.hidden_size, dtype=model.dtype, device=device)
+        self._program: TreeProgram | None = None
+        if grows_by_program(self.rule, device):
+            reach = capacity, model.first_slot, model.max_positions
+            self._program = TreeProgram(self.growing, self._numbers, *reach)
         self.captured: dict[Key, tuple[Callable[[], None], Tensor]] = {}
 
     def begin(
@@ -151,8 +156,8 @@ class TreePhase:
 
     def _levels(self, first: int, last: int, depth: int) -> Tensor:
         """Makes levels ``first`` to ``last``, and chooses the nodes of the tree so far."""
-        growing, reads = self.growing, self.rule.reads
-        if first == 1:
+        growing, reads, program = self.growing, self.rule.reads, self._program
+        if first == 1 and program is None:
             growing.begin(self._numbers[2:3], self._numbers[3:4])
         for level in range(first, last + 1):
             logits, perturb = self._logits if level == 1 else self._read(level - 1), None
@@ -161,11 +166,24 @@ class TreePhase:
                 key = self._numbers[3 + level : 4 + level, None]
                 perturb = partial(add_noise, keys=key)
             children = best_children(logits, self.sampling, perturb, reads)
-            growing.add(codes_on_device(children), level, depth)
-        return growing.choose()
+            if program is None:
+                growing.add(codes_on_device(children), level, depth)
+            else:
+                program.add(children, level)
+        return growing.choose() if program is None else program.choose(last)
 
     def _read(self, level: int) -> Tensor:
         """Float32 logits [n, vocab] after the nodes of a level."""
+        model, program = self.model, self._program
+        read, above = self._nodes(level) if program is None else program.read(level)
+        hidden = None if self._hidden is None else self._hidden[above]
+        states, _ = model.forward(read._replace(hidden=hidden), recurrent=hidden is not None)
+        if self._hidden is not None:
+            self._hidden[: len(states)] = states
+        return model.head(states)
+
+    def _nodes(self, level: int) -> tuple[PassTokens, Tensor]:
+        """What the pass after a level reads, and which of the places read before is above each."""
         model, growing, capacity = self.model, self.growing, len(self._columns)
         tokens, above = growing.frontier(level)
         n, begin = len(tokens), sum(growing.sizes[1:level])
@@ -178,13 +196,7 @@ class TreePhase:
         else:
             mask = self._mask[above]
         self._mask[:n] = mask | (self._columns == slots[:, None])
-        hidden = None if self._hidden is None else self._hidden[above]
         positions = (self._numbers[1:2] + (level - 1)).clamp_max(model.max_positions - 1).expand(n)
         length = (slots[-1:] + 1).clamp_max(capacity)
-        read = PassTokens(
-            tokens, positions, slots, self._mask[:n], capacity, length=length, hidden=hidden
-        )
-        states, _ = model.forward(read, recurrent=hidden is not None)
-        if self._hidden is not None:
-            self._hidden[:n] = states
-        return model.head(states)
+        mask = self._mask[:n]
+        return PassTokens(tokens, positions, slots, mask, capacity, length=length), above
