@@ -30,7 +30,6 @@ from spectune.runtime.loop import (
     decode_rounds,
     decode_steps,
 )
-from spectune.runtime.models import ids_tensor
 from spectune.runtime.perplexity import HEAD_ROWS, log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
@@ -287,7 +286,7 @@ class ModelBackend:
         nodes see the text and their ancestors."""
         target, root = self.pair.target, len(seat.text) - 1
         if drafted is None or drafted.tree is None:
-            ids = ids_tensor([seat.text[-1], *(drafted.tokens if drafted else ())], target.device)
+            ids = target.ids([seat.text[-1], *(drafted.tokens if drafted else ())])
             return target.following(ids, root, base=seat.base)
         tree, n = drafted.tree, len(drafted.tokens)
         rows = [[seat.text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]

@@ -22,6 +22,7 @@ from spectune.runtime import attention
 from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, prepare_masks
 from spectune.runtime.cache import LayerShape, PassTokens, SlotCache, together
 from spectune.runtime.checkpoints import scaled_positions
+from spectune.runtime.cuda.skinny import skinny_on
 from spectune.runtime.fused import fuse, try_kernels
 from spectune.runtime.shortlists import OutputHead
 from spectune.traces.errors import PairError
@@ -142,6 +143,12 @@ class SlotModel(ABC):
         logits = self.head(states)
         return logits.argmax(-1) if output == "ids" else logits
 
+    def ids(self, tokens: list[int]) -> Tensor:
+        """Token ids, int64 [n]: on the device, or on the host where captured passes upload them
+        with all else that they read."""
+        uploads = self.graphs is not None and skinny_on()
+        return ids_tensor(tokens, torch.device("cpu") if uploads else self.device)
+
     def following(
         self, ids: Tensor, start: int, *, base: int = 0, hidden: Tensor | None = None
     ) -> PassTokens:
@@ -221,6 +228,7 @@ class SlotModel(ABC):
         """The output of the last ``rows`` tokens, and the states of all."""
         outputs = self.graphs.run(kind, tokens) if replays and self.graphs is not None else None
         if outputs is None:
+            tokens = tokens._replace(ids=tokens.ids.to(self.device))
             states, tapped = self.forward(_masked(tokens), recurrent=kind.recurrent)
             result = self.evaluate(kind.output, states[len(states) - rows :])
             outputs = Outputs(states, result, tapped)
@@ -415,6 +423,13 @@ def _rows_of(linear: Any, rows: Tensor) -> nn.Linear:
         values = values[:count] if first else values.index_select(0, rows)
         setattr(part, name, nn.Parameter(values, requires_grad=False))
     return part
+
+
+def upload(numbers: list[int], into: Tensor) -> None:
+    """Copies whole numbers into a device's memory, for which the host does not wait; into CUDA's
+    from pinned memory where ``SPECTUNE_SKINNY`` is on."""
+    host = torch.tensor(numbers, pin_memory=into.is_cuda and skinny_on())
+    into.copy_(host, non_blocking=True)
 
 
 def ids_tensor(tokens: list[int], device: torch.device) -> Tensor:

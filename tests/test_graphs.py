@@ -232,11 +232,14 @@ def eager_passes(pair: LoadedPair) -> Iterator[list[str]]:
 
 
 @both
-def test_decoding_with_graphs_is_decoding(twins: Twins, sampling: Sampling) -> None:
+def test_decoding_with_graphs_is_decoding(
+    twins: Twins, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same texts and rounds; all that rounds needed was captured before the first, and nothing
     in them, up to the last trees of a text, which are shallower. NaN in the slots to which fillers
-    write reaches nothing."""
-    for policy in POLICIES[sampling is HOT :: 2]:
+    write reaches nothing. Nor does it matter how passes are told what they read."""
+    for n, policy in enumerate(POLICIES[sampling is HOT :: 2]):
+        monkeypatch.setenv("SPECTUNE_SKINNY", str(n % 2))
         twins.forget()
         source = StaticSource(
             prepare(policy, twins.fast.draft_names, artifacts=artifacts(policy.draft))
@@ -277,6 +280,25 @@ def test_trees_by_one_program_a_level_are_those_of_torch(
     twins.forget()
 
 
+def test_what_a_pass_is_told_goes_up_by_one_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of four, and a number."""
+    twins, writes = Twins(make_pair(tmp_path)), list[int]()
+    draft = twins.fast.drafts["near"]
+    draft.reserve(64)
+    twins.recorder.capture = lambda compute: ((lambda: None), compute())  # type: ignore
+    assert draft.graphs is not None
+    draft.graphs.capture(8, PassKind("ids"))
+    for switch in "01":
+        monkeypatch.setenv("SPECTUNE_SKINNY", switch)
+        with torch.profiler.profile() as done:
+            draft.chain(draft.ids([5, 6]), 3, logits=1, greedy=True)
+        names = [event.name for event in done.events()]
+        writes.append(names.count("aten::copy_") + names.count("aten::fill_"))
+    assert writes[0] - writes[1] == 4
+
+
 @pytest.mark.parametrize("draft", ["near", "eagle3"])
 def test_filtered_drafts_are_captured(twins: Twins, draft: str) -> None:
     """Top-k and top-p wait for nothing."""
@@ -289,8 +311,9 @@ def test_filtered_drafts_are_captured(twins: Twins, draft: str) -> None:
 
 @pytest.mark.parametrize(("draft", "sampling"), [("near", GREEDY), ("eagle3", HOT)])
 def test_shortlisted_drafts_leave_the_head_out_of_the_graph(
-    twins: Twins, draft: str, sampling: Sampling
+    twins: Twins, draft: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECTUNE_SKINNY", str(int(draft == "near")))
     find = shortlist_artifacts(twins.plain)
     router = {"kind": "clusters", "k0": 3, "k1": 2, "k_min": 1, "artifact": f"router-{draft}"}
     few = {"kind": "frequency", "size": 40, "artifact": "order"}

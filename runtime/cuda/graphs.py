@@ -26,6 +26,7 @@ from torch import Tensor
 from spectune.runtime.attention import causal_mask
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.cuda.launch import first_line
+from spectune.runtime.cuda.skinny import skinny_on
 from spectune.runtime.drafts.device_trees import (
     MOST_PHASES,
     captured_sampling,
@@ -33,7 +34,7 @@ from spectune.runtime.drafts.device_trees import (
     tree_phase,
 )
 from spectune.runtime.drafts.protocol import LONG_LAG
-from spectune.runtime.models import Output, Outputs, PassKind, SlotModel
+from spectune.runtime.models import Output, Outputs, PassKind, SlotModel, upload
 from spectune.runtime.policies.document import NODE_LIMIT
 from spectune.traces.schema import Sampling
 
@@ -104,8 +105,9 @@ class CapturedPass:
         device = model.device
         self._filler = torch.zeros(3, n, dtype=torch.int64, device=device)
         self._filler[2] = capacity
-        self._numbers = self._filler.clone()  # ids, positions, slots
-        self._length = torch.ones(1, dtype=torch.int64, device=device)
+        self._inputs = torch.ones(3 * n + 1, dtype=torch.int64, device=device)
+        self._numbers = self._inputs[:-1].view(3, n).copy_(self._filler)  # ids, positions, slots
+        self._length, self._capacity = self._inputs[-1:], capacity
         self._mask = None
         if not kind.causal:
             self._mask = torch.zeros(n, capacity, dtype=torch.bool, device=device)
@@ -131,10 +133,13 @@ class CapturedPass:
     def __call__(self, tokens: PassTokens) -> Outputs:
         """Replays the pass for n tokens, at most as many as were captured."""
         n, stop, mask = len(tokens.ids), tokens.stop, tokens.mask
-        for row, values in zip(self._numbers, tokens[:3], strict=True):
-            row[:n] = values
-        self._numbers[:, n:] = self._filler[:, n:]
-        self._length.fill_(stop)
+        if mask is None and skinny_on():
+            self._upload(tokens)
+        else:
+            for row, values in zip(self._numbers, tokens[:3], strict=True):
+                row[:n] = values
+            self._numbers[:, n:] = self._filler[:, n:]
+            self._length.fill_(stop)
         if self._mask is not None and mask is not None:
             self._mask[:n, :stop] = mask
             self._mask[:n, stop:] = False
@@ -145,6 +150,17 @@ class CapturedPass:
         self._replay()
         states, result, tapped = self._outputs
         return Outputs(states[:n].clone(), result[:n].clone(), tapped[:n].clone())
+
+    def _upload(self, tokens: PassTokens) -> None:
+        """Fills in tokens that follow each other by one copy, and one of ids on the device."""
+        n, rung, first, stop = len(tokens.ids), len(self._filler[0]), tokens.earliest, tokens.stop
+        numbers = [*range(first, first + n), *[0] * (rung - n)]
+        numbers += [*range(stop - n, stop), *[self._capacity] * (rung - n), stop]
+        if tokens.ids.device.type == "cpu":
+            upload([*tokens.ids.tolist(), *[0] * (rung - n), *numbers], self._inputs)
+        else:
+            upload(numbers, self._inputs[rung:])
+            self._numbers[0, :n] = tokens.ids  # others are of a pass before
 
 
 class PassGraphs:

@@ -18,6 +18,7 @@ from torch import Tensor
 from spectune.runtime.cache import PassTokens
 from spectune.runtime.distributions import best_children, codes_on_device
 from spectune.runtime.drafts.tree_program import TreeProgram, grows_by_program
+from spectune.runtime.models import upload
 from spectune.runtime.policies.blocks import FixedWindow
 from spectune.runtime.sampling import Noise, add_noise
 from spectune.runtime.trees.draft import GrownTree
@@ -100,8 +101,7 @@ class TreePhase:
         if not sampling.greedy:
             self._inverse_temperature.fill_(1.0 / sampling.temperature)
         keys = [0] * levels if noise is None else noise.keys(range(length, length + levels))
-        numbers = torch.tensor([length, length, depth, limit, *keys])
-        self._numbers.copy_(numbers, non_blocking=True)
+        upload([length, length, depth, limit, *keys], self._numbers)
 
     def grow(self, logits: Tensor, hidden: Tensor) -> GrownTree:
         """The tree. ``logits`` [1, vocab] and, of a head, its output ``hidden`` [1, hidden_size]

@@ -17,7 +17,7 @@ from spectune.runtime.cache import PassTokens
 from spectune.runtime.drafts.eagle_head import EagleHead
 from spectune.runtime.drafts.protocol import Drafted, DraftRequest
 from spectune.runtime.drafts.tree_reader import TreeReader, propose_trees
-from spectune.runtime.models import CHUNK, CausalModel, ids_tensor
+from spectune.runtime.models import CHUNK, CausalModel
 from spectune.runtime.shortlists import RecentStates
 from spectune.runtime.trees.draft import GrownTree
 
@@ -139,7 +139,7 @@ class EagleReader(TreeReader):
 
     def root(self) -> PassTokens:
         reading, at = self.asked.reading, self.asked.reading.read
-        ids = ids_tensor(self.text[at:], self.device)
+        ids = self.model.ids(self.text[at:])
         fed = self.draft.features(reading, self.length)
         reading.read = self.length
         return self.draft.head.following(ids, at, base=self.base, hidden=fed)

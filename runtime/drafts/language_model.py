@@ -13,7 +13,7 @@ from spectune.runtime.cache import PassTokens
 from spectune.runtime.drafts.eagle import Features
 from spectune.runtime.drafts.protocol import LONG_LAG, Drafted, DraftRequest
 from spectune.runtime.drafts.tree_reader import TreeReader, propose_trees
-from spectune.runtime.models import CausalModel, ids_tensor
+from spectune.runtime.models import CausalModel
 from spectune.runtime.sampling import sample_rows
 from spectune.runtime.shortlists import RecentStates
 
@@ -108,7 +108,7 @@ class LanguageModelDraft:
         reading, text = asked.reading, asked.text
         if len(text) - reading.read > LONG_LAG:
             self.catch_up(reading, text)
-        ids = ids_tensor(text[reading.read :], self.model.device)
+        ids = self.model.ids(text[reading.read :])
         return self.model.following(ids, reading.read, base=reading.base)
 
     def _propose_chains(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
@@ -134,7 +134,8 @@ class LanguageModelDraft:
                     reading, end = asked[0].reading, len(asked[0].text) + step
                     reading.states.put(end - len(states), states)
                     before = reading.states.get(end - 2)
-                support = shortlists.select(step, passes[0].ids[-1:], before)
+                last = passes[0].ids[-1:].to(model.device)
+                support = shortlists.select(step, last, before)
                 logits = shortlists.logits(states[ends.to(model.device)], support)
                 ids = support.ids
             laws = [

@@ -153,7 +153,8 @@ def _read(
         if depth and previous is not None:
             parents = above[0]
             previous = previous.expand(sizes[0], -1) if parents is None else previous[parents]
-    support = shortlists.select(depth, passes[0].ids[-sizes[0] :], previous)
+    nodes = passes[0].ids[-sizes[0] :].to(first.device)
+    support = shortlists.select(depth, nodes, previous)
     for reader, own in zip(readers, apart(heads, sizes), strict=True):
         reader.last, reader.ids = own, support.ids
     return depth, list(apart(shortlists.logits(heads, support), sizes))
