@@ -210,19 +210,27 @@ def _ran(found: dict[str, Any]) -> list[str]:
 def gate(rows: Sequence[dict[str, Any]]) -> str:
     """Whether several requests at once on CUDA are worth building, by the less favourable costs."""
     loads = [f"clients:{clients}" for clients in GATE_CLIENTS]
-    ratios = [
-        row["tree_over_chain"]
-        for row in rows
-        if row["hardware"] == GATE_COSTS and row["temperature"] == 0 and row["load"] in loads
-    ]
-    likely, shown = (any(ratio[end] >= GATE for ratio in ratios) for end in (0, 1))
+    ratios = {
+        temperature: [
+            row["tree_over_chain"]
+            for row in rows
+            if (row["hardware"], row["temperature"]) == (GATE_COSTS, temperature)
+            and row["load"] in loads
+        ]
+        for temperature in (0, 1)
+    }
+    every = [ratio for of in ratios.values() for ratio in of]
+    likely, shown = (any(ratio[end] >= GATE for ratio in every) for end in (0, 1))
     clients = ", ".join(map(str, GATE_CLIENTS[:-1])) + f" or {GATE_CLIENTS[-1]}"
     verdict = "worth building" if shown else "worth building by the estimate, not by its interval"
+    told = " and ".join(
+        f"{', '.join(map(_ratio, of))} times the best chain at temperature {temperature}"
+        for temperature, of in ratios.items()
+    )
     return (
         "On CUDA one request is decoded at a time. Several at once are to be built where the best "
         f"table of policies is at least {GATE} times the best table of chains at {clients} "
-        f"clients. At the sloped costs, temperature 0, the best tree alone is "
-        f"{', '.join(map(_ratio, ratios))} times the best chain there: "
+        f"clients. At the sloped costs the best tree alone is {told}: "
         f"{f'{verdict}; not built yet' if likely else 'not worth building'}."
     )
 

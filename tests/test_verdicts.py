@@ -296,15 +296,18 @@ def test_the_first_line_of_a_papers_page_says_what_holds_and_why_not_the_rest(pa
     ("ratio", "says"),
     [
         ([1.14, 1.04, 1.2], "worth building by the estimate, not by its interval"),
-        ([1.14, 1.06, 1.2], "chain there: worth building; not built yet"),
+        ([1.14, 1.06, 1.2], "at temperature 1: worth building; not built yet"),
         ([1.04, 1.01, 1.2], "not worth building"),
     ],
 )
 def test_several_requests_on_cuda_are_worth_building_by_an_interval(
     ratio: list[float], says: str
 ) -> None:
-    row = {"hardware": load_page.GATE_COSTS, "temperature": 0, "load": "clients:8"}
-    assert says in load_page.gate([{**row, "tree_over_chain": ratio}])
+    row = {"hardware": load_page.GATE_COSTS, "load": "clients:8"}
+    rows = {0: [1.0, 0.9, 1.1], 1: ratio}.items()
+    assert says in load_page.gate(
+        [{**row, "temperature": each, "tree_over_chain": of} for each, of in rows]
+    )
 
 
 def test_under_load_the_page_begins_with_what_to_use() -> None:
