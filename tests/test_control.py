@@ -34,7 +34,7 @@ from spectune.optimizer.rollout.conductor import LEASE_S
 from spectune.optimizer.schedule import add_schedule, history
 from spectune.service.board import EVERY_S, Board
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Alarm
+from spectune.traces.tables import Alarm, Rollout
 
 HOSTILE = '=2+2<script src="http://elsewhere/x.js">alert(1)</script>"}\n\\ 1,'
 BROWSERS_OWN = r"\.(google|googleapis|gvt1)\.com$"
@@ -307,9 +307,10 @@ def test_of_two_one_goes_on_with_what_the_other_held(store: TraceStore) -> None:
     store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
     store.put_policy(NEW.id, NEW.spelled_out(), NEW.label())
     over = put_in_force(store, PAIR.id, OLD, deployment="vllm")
-    about = {"deployment": "vllm", "expected": over, "block_s": 45.0, "seed": 1, "actor": "test"}
+    of = {"deployment": "vllm", "pair_id": PAIR.id, "device": "cpu", "policy_id": NEW.id}
+    wanted = Rollout(**of, block_s=45.0, seed=1, actor="test")
     with process(url, poll="200ms") as (one, _), process(url, poll="200ms") as (other, at):
-        number = store.begin_rollout(PAIR.id, "cpu", NEW.id, **about).id
+        number = store.begin_rollout(wanted, expected=over).id
 
         def conducted_until() -> datetime | None:
             rollout = store.rollout(number)

@@ -85,6 +85,12 @@ class Replica:
         self.served, self.now = self.served + 1, self.now + 3.0
 
 
+def a_rollout(candidate: Policy, **how: Any) -> Rollout:
+    """One of a policy that nobody has begun."""
+    of = {"deployment": "vllm", "pair_id": PAIR.id, "device": "cpu", "policy_id": candidate.id}
+    return Rollout(**{**of, "seed": 3, "block_s": BLOCK_S, "actor": "test", **how})
+
+
 class Fleet:
     """Replicas, one conductor, and the clock of both."""
 
@@ -109,9 +115,9 @@ class Fleet:
 
     def begin(self, candidate: Policy = NEW, device: str = "cpu", **how: Any) -> Rollout:
         over = self.store.active_version(PAIR.id, device, "vllm")
-        about: dict[str, Any] = {"seed": 3, "block_s": BLOCK_S, "actor": "test", "expected": over}
-        about |= {"deployment": "vllm", **how}
-        rollout = self.store.begin_rollout(PAIR.id, device, candidate.id, **about)
+        expected = how.pop("expected", over)
+        wanted = a_rollout(candidate, device=device, **how)
+        rollout = self.store.begin_rollout(wanted, expected=expected)
         for replica in self.replicas:
             replica.seconds.setdefault(rollout.trial_version, 0.4)
         lease = self.store.conduct("test", 600.0, rollout.id)
@@ -278,9 +284,8 @@ def test_a_rollout_begins_against_what_is_in_force_and_one_at_a_time(fleet: Flee
     with pytest.raises(RolloutError, match="rollout 1 is open in deployment vllm on cpu"):
         fleet.begin()
     again = fleet.store.begin_rollout(
-        PAIR.id, "cpu", NEW.id, deployment="vllm", expected=version, block_s=45.0, seed=1,
-        actor="test", idempotency_key="nightly",
-    )  # fmt: skip
+        a_rollout(NEW, seed=1, idempotency_key="nightly"), expected=version
+    )
     assert again.id == rollout.id
 
 

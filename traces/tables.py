@@ -423,16 +423,18 @@ class Rollout(Value):
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"))
     device: Mapped[str]
     policy_id: Mapped[str] = mapped_column(ForeignKey("policy.id"))
-    incumbent: Mapped[int | None] = mapped_column(ForeignKey("publication.version"))
-    sampling: Mapped[Document | None] = mapped_column(JSON(none_as_null=True))
     seed: Mapped[int]
     block_s: Mapped[float]
-    first_token_limit_s: Mapped[float | None]
-    evidence: Mapped[Document]
     actor: Mapped[str]
-    reason: Mapped[str]
-    idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True)
-    created_at: Mapped[datetime]
+    reason: Mapped[str] = mapped_column(default="")
+    first_token_limit_s: Mapped[float | None] = mapped_column(default=None)
+    sampling: Mapped[Document | None] = mapped_column(JSON(none_as_null=True), default=None)
+    evidence: Mapped[Document] = mapped_column(default_factory=dict)
+    idempotency_key: Mapped[Str200 | None] = mapped_column(unique=True, default=None)
+    incumbent: Mapped[int | None] = mapped_column(
+        ForeignKey("publication.version"), init=False, default=None
+    )
+    created_at: Mapped[datetime] = mapped_column(init=False)
     claims: Mapped[int] = mapped_column(default=0)
     lease_owner: Mapped[Str200 | None] = mapped_column(default=None)
     lease_until: Mapped[datetime | None] = mapped_column(default=None)

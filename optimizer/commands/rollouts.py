@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from sqlalchemy.orm import Session
+
 from spectune.optimizer.commands.common import Talk, device_of, open_store, pair_of, policy_named
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.deployment import Place, refusal
@@ -63,11 +65,12 @@ def begin(
     tell: Callable[[str], None],
     *,
     block_s: float = BLOCK_S,
+    guard: Callable[[Session], None] | None = None,
     **how: Any,
 ) -> Rollout:
     """Begins a rollout of a policy of a stored pair in a place, or returns the one of the same
-    policy that is open there. Raises PolicyError where no server that is followed can run it,
-    RolloutError and StaleVersionError."""
+    policy that is open there. ``how``: further fields of it. Raises PolicyError where no server
+    that is followed can run it, RolloutError and StaleVersionError."""
     device, deployment, over = place.device, place.deployment, place.over
     pair = store.get_pair(pair_id)
     if why := refusal(deployment, policy):
@@ -87,16 +90,16 @@ def begin(
     store.put_policy(policy.id, policy.spelled_out(), policy.label())
     before = store.list_publications(pair_id, device)
     tuned = (p.sampling for p in before if p.policy_id == policy.id and p.sampling is not None)
-    return store.begin_rollout(
-        pair_id,
-        device,
-        policy.id,
+    rollout = Rollout(
         deployment=deployment,
-        expected=over.version if over else 0,
-        block_s=block_s,
+        pair_id=pair_id,
+        device=device,
+        policy_id=policy.id,
         seed=secrets.randbelow(2**31),
+        block_s=block_s,
         **{"sampling": next(tuned, None), **how},
     )
+    return store.begin_rollout(rollout, expected=over.version if over else 0, guard=guard)
 
 
 def abort(s: PoliciesAbort, talk: Talk) -> Result:

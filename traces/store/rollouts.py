@@ -52,53 +52,28 @@ class Rollouts(Publications):
 
     def begin_rollout(
         self,
-        pair_id: str,
-        device: str,
-        policy_id: str,
+        rollout: Rollout,
         *,
-        deployment: str,
         expected: int,
-        block_s: float,
-        seed: int,
-        actor: str,
-        reason: str = "",
-        first_token_limit_s: float | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        evidence: Mapping[str, Any] | None = None,
-        idempotency_key: str | None = None,
         guard: Callable[[Session], None] | None = None,
     ) -> Rollout:
         """Begins a rollout of a stored policy against the version ``expected`` (0: none), as
-        :meth:`publish` publishes. Raises StaleVersionError where another is in force, and
-        RolloutError where one is open there, or the deployment is frozen."""
+        :meth:`publish` publishes; returns it as it is stored. Raises StaleVersionError where
+        another is in force, and RolloutError where one is open there, or the deployment is
+        frozen."""
+        pair_id, device, deployment = place = rollout.pair_id, rollout.device, rollout.deployment
         with self.database.write() as session:
             self.database.lock(session, f"publish {deployment} {pair_id} {kind_of(device)}")
             if guard is not None:
                 guard(session)
-            if idempotency_key is not None:
-                self.database.lock(session, f"key {idempotency_key}")
-                of_key = select(Rollout).where(Rollout.idempotency_key == idempotency_key)
+            if (key := rollout.idempotency_key) is not None:
+                self.database.lock(session, f"key {key}")
+                of_key = select(Rollout).where(Rollout.idempotency_key == key)
                 if done := session.scalars(of_key).first():
                     return done
-            place = pair_id, device, deployment
-            current = replaceable(session, policy_id, place, expected)
+            current = replaceable(session, rollout.policy_id, place, expected)
             self._check_free(session, deployment, pair_id, device)
-            rollout = Rollout(
-                deployment=deployment,
-                pair_id=pair_id,
-                device=device,
-                policy_id=policy_id,
-                incumbent=current or None,
-                sampling=None if sampling is None else dict(sampling),
-                seed=seed,
-                block_s=block_s,
-                first_token_limit_s=first_token_limit_s,
-                evidence=dict(evidence or {}),
-                actor=actor,
-                reason=reason,
-                idempotency_key=idempotency_key,
-                created_at=self.clock(),
-            )
+            rollout.incumbent, rollout.created_at = current or None, self.clock()
             session.add(rollout)
             session.flush()
             session.refresh(rollout)  # with its policy
