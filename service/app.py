@@ -26,8 +26,6 @@ from spectune.service.requests import ChatRequest, CompletionRequest, Generation
 from spectune.traces import schema
 from spectune.traces.errors import WorkloadError
 
-DEFAULT_MAX_TOKENS = 16
-"""New tokens of a completion that says no number, as OpenAI has it."""
 RETRY_AFTER_S = 1
 
 
@@ -75,8 +73,7 @@ class EventStream(StreamingResponse):
 
 class Server:
     """What the routes share: the pair, the thread that decodes, what is counted. A chat that says
-    no number gets ``chat_tokens`` at most. ``is_draining`` and ``gauges`` are asked where somebody
-    wants to know."""
+    no number gets ``chat_tokens`` at most."""
 
     def __init__(
         self,
@@ -87,12 +84,9 @@ class Server:
         timeout_s: float = 600.0,
         chat_tokens: int = 1024,
         key: str | None = None,
-        is_draining: Callable[[], bool] = lambda: False,
-        gauges: Callable[[], Mapping[tuple[str, str], float]] = dict,
     ) -> None:
         self.pair, self.thread, self.metrics = pair, thread, metrics
         self.timeout_s, self.chat_tokens, self.key = timeout_s, chat_tokens, key
-        self.is_draining, self.gauges = is_draining, gauges
 
     def check_key(self, request: Request) -> None:
         """Raises RefusedError without the key, where there is one."""
@@ -132,14 +126,7 @@ class Server:
                 one = replace(one, ids=tuple(prompt))
             ids = await self.encode(one, chat=False, param="prompt")
             prompts.append(PromptIds(ids, None if one.ids else one.prompt))
-        call = self._call(
-            asked,
-            prompts,
-            prefix="cmpl",
-            max_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS,
-            top_logprobs=asked.logprobs,
-            echo=bool(asked.echo),
-        )
+        call = self._call(asked, prompts)
         return CompletionAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
 
     async def chat(self, asked: ChatRequest) -> Answer:
@@ -152,18 +139,12 @@ class Server:
         messages = tuple(message.model_dump(exclude_none=True) for message in asked.messages)
         one = schema.Request("messages", "", messages=messages)
         ids = await self.encode(one, chat=True, param="messages")
-        call = self._call(
-            asked,
-            [PromptIds(ids)],
-            prefix="chatcmpl",
-            max_tokens=asked.max_completion_tokens or asked.max_tokens,
-            most_tokens=self.chat_tokens,
-            top_logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
-        )
+        call = self._call(asked, [PromptIds(ids)])
         return ChatAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
 
-    def _call(self, asked: Generation, prompts: Sequence[PromptIds], **how: Any) -> Call:
-        call = Call(self.thread, asked, prompts, timeout_s=self.timeout_s, **how)
+    def _call(self, asked: Generation, prompts: Sequence[PromptIds]) -> Call:
+        limits = {"chat_tokens": self.chat_tokens, "timeout_s": self.timeout_s}
+        call = Call(self.thread, asked, prompts, **limits)
         self.metrics.add("vllm:prompt_tokens_total", call.prompt_tokens)
         return call
 
@@ -217,8 +198,13 @@ async def _leaving(request: Request, call: Call) -> None:
     call.leave()
 
 
-def make_app(server: Server) -> FastAPI:
-    """The application; it begins and ends with the thread that decodes."""
+def make_app(
+    server: Server,
+    is_draining: Callable[[], bool] = lambda: False,
+    gauges: Callable[[], Mapping[tuple[str, str], float]] = dict,
+) -> FastAPI:
+    """The application; it begins and ends with the thread that decodes. ``is_draining`` and
+    ``gauges`` are asked where somebody wants to know."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -254,18 +240,18 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready = server.thread.is_alive and not server.is_draining()
+        is_ready = server.thread.is_alive and not is_draining()
         return Response(status_code=200 if is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         thread = server.thread
-        gauges = {
+        now = {
             ("vllm:num_requests_running", ""): thread.running,
             ("vllm:num_requests_waiting", ""): thread.waiting,
-            **server.gauges(),
+            **gauges(),
         }
-        text = server.metrics.text(server.pair.spec.name, gauges)
+        text = server.metrics.text(server.pair.spec.name, now)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.exception_handler(RefusedError)

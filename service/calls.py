@@ -64,9 +64,9 @@ class Delta:
 
 
 class Call:
-    """The texts of one HTTP request, queued as it is made. Choice ``p * n + i`` is the i-th of
-    prompt p. ``status`` is the response's in the end. Raises RefusedError where the texts do not
-    fit, or too many wait."""
+    """The texts of one HTTP request, queued as it is made, of ``chat_tokens`` at most where it says
+    no number. Choice ``p * n + i`` is the i-th of prompt p. ``status`` is the response's in the
+    end. Raises RefusedError where the texts do not fit, or too many wait."""
 
     def __init__(
         self,
@@ -74,14 +74,10 @@ class Call:
         asked: Generation,
         prompts: Sequence[PromptIds],
         *,
-        prefix: str,
-        max_tokens: int | None,
-        most_tokens: int = 0,
-        top_logprobs: int | None = None,
-        echo: bool = False,
+        chat_tokens: int,
         timeout_s: float,
     ) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.id = f"{asked.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.seed = secrets.randbits(32) if asked.seed is None else asked.seed
         self._thread, self._timeout_s = thread, timeout_s
@@ -89,15 +85,15 @@ class Call:
         self.first_token_s: float | None = None
         self.status = CLIENT_LEFT
         self._bursts: asyncio.Queue[tuple[int, Burst]] = asyncio.Queue()
-        self._scores = top_logprobs is not None
+        self._scores = asked.best_tokens is not None
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._leads: dict[int, PromptIds] = {}
         self.jobs: list[TextJob] = []
         self._streams: list[TextStream] = []
         codec, xargs = thread.decoder.pair, asked.vllm_xargs
         for prompt in prompts:
-            room = _room(thread.decoder, len(prompt.ids), max_tokens or 1)
-            most = max_tokens or min(most_tokens, room)
+            room = _room(thread.decoder, len(prompt.ids), asked.most_tokens or 1)
+            most = asked.most_tokens or min(chat_tokens, room)
             request = _request(thread.decoder, asked, self.seed, prompt.ids, most)
             for i in range(asked.n or 1):
                 index = len(self.jobs)
@@ -105,7 +101,7 @@ class Call:
                     request,
                     # A text depends on prompt, sampling, seed and this number, and on no other.
                     **_named(request.sampling, prompt.ids, i),
-                    top_logprobs=top_logprobs,
+                    top_logprobs=asked.best_tokens,
                 )
                 self.jobs.append(
                     TextJob(
@@ -113,12 +109,12 @@ class Call:
                         partial(self._receive, index),
                         name=f"{self.id}-{index}",
                         label=(xargs and xargs.spectune_label) or "",
-                        echoes_logprobs=echo and self._scores,
+                        echoes_logprobs=asked.echoes and self._scores,
                         is_recorded=not (xargs and xargs.spectune == "off"),
                     )
                 )
                 self._streams.append(TextStream(codec, asked.stops))
-                if echo:
+                if asked.echoes:
                     self._leads[index] = prompt
         try:
             thread.submit(self.jobs)

@@ -103,9 +103,9 @@ def _serve(
         return found
 
     limits: dict[str, Any] = {"timeout_s": s.timeout, "chat_tokens": s.chat_tokens}
-    server = Server(pair, thread, metrics, key=key, gauges=gauges, **limits)
-    running = HTTPServer(make_app(server), drain_s=s.drain)
-    server.is_draining = lambda: running.should_exit
+    server = Server(pair, thread, metrics, key=key, **limits)
+    app = make_app(server, is_draining=lambda: running.should_exit, gauges=gauges)
+    running = HTTPServer(app, drain_s=s.drain)
     label = source.current().policy.label()
     talk.tell(f"serving {pair.spec.name} on {url_of(listening)}/v1 under {label}")
     try:

@@ -34,6 +34,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """What is not served: the values, beside null, that change no text."""
+DEFAULT_MAX_TOKENS = 16
+"""New tokens of a completion that says no number, as OpenAI has it."""
 IDLE = (
     *("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"),
     "prompt_cache_retention",
@@ -112,6 +114,26 @@ class Generation(Body):
         return kept
 
     @property
+    def id_prefix(self) -> str:
+        """How the ids of its answers begin."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most new tokens of a text; None where it says no number."""
+        return self.max_tokens
+
+    @property
+    def best_tokens(self) -> int | None:
+        """How many of the most probable tokens come with each; None: no probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether its texts begin with their prompts."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return tuple([self.stop] if isinstance(self.stop, str) else self.stop or [])
@@ -133,6 +155,22 @@ class CompletionRequest(Generation):
     prompt: Text | TokenIds | list[Text] | list[TokenIds]
     echo: bool | None = None
     logprobs: Logprobs | None = None
+
+    @property
+    def id_prefix(self) -> str:
+        return "cmpl"
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or DEFAULT_MAX_TOKENS
+
+    @property
+    def best_tokens(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -181,6 +219,18 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+
+    @property
+    def id_prefix(self) -> str:
+        return "chatcmpl"
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def best_tokens(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
