@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spectune.engines.abilities import ENGINES
 from spectune.traces.errors import ConfigError, PolicyError
+from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
 from spectune.traces.text import shortened
 
 if TYPE_CHECKING:
@@ -71,16 +73,12 @@ def check_server(url: str | None, folder: str | None) -> None:
 def deployment_of(engine: str) -> str:
     """The deployment that an engine follows where no other is named: the one of its name, and for
     the native decoder the default."""
-    from spectune.traces.store.publications import DEFAULT_DEPLOYMENT
-
     return DEFAULT_DEPLOYMENT if engine == "native" else engine
 
 
 def refusal(deployment: str, policy: Policy) -> str:
     """Why the engine whose deployment it is cannot run a policy; empty where it can, and where no
     engine has the deployment's name."""
-    from spectune.engines.abilities import ENGINES
-
     try:
         if deployment in ENGINES:
             ENGINES[deployment].runs(policy)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from spectune.engines.vllm.servers import why_not
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PolicyError
 from spectune.traces.store import TraceStore
@@ -96,8 +97,6 @@ def able_servers(
 ) -> list[FollowedServer]:
     """Those that can run a policy for a pair (its name and :attr:`PairSpec.models`) on a device;
     which cannot is told. Raises PolicyError where there are servers, and none can."""
-    from spectune.engines.vllm.servers import why_not
-
     if not servers:
         return []
     reasons = {server.node: why_not(server, policy, *pair, device) for server in servers}

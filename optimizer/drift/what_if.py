@@ -10,6 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from spectune.optimizer.inputs import published_policy
+from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.optimizer.replay.trace import open_trace
+from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.settings import LoadSettings
 from spectune.traces.errors import SpectuneError, TraceError
@@ -25,8 +28,6 @@ LEAST: Final = 1.03
 FEWEST: Final = 20
 """Requests that tell something."""
 
-Speed = tuple[float, Policy]
-"""How fast a policy is, in one unit with others."""
 log = logging.getLogger("spectune.drift")
 
 
@@ -53,7 +54,11 @@ def what_if(
         if info.engine == "native":
             current, speeds = _native(store, p, info, since)
         else:
-            current, speeds = _engine(store, p, info, settings, since)
+            # It reads what a search does.
+            from spectune.optimizer.drift.what_if_load import speeds_under_load
+
+            load = LoadSettings(**settings.get("load", {}))
+            current, speeds = speeds_under_load(store, p, info, load, since, LEAST)
     except Exception as error:  # a tuning is due where nothing is known
         if not isinstance(error, (SpectuneError, ImportError)):
             log.exception("what a tuning would gain cannot be simulated")
@@ -63,56 +68,11 @@ def what_if(
     return Gain(ratio, f"simulated: {best.label()} is {ratio:.2f} times as fast")
 
 
-def _engine(
-    store: TraceStore,
-    p: Publication,
-    info: Recording,
-    settings: Mapping[str, Any],
-    since: datetime,
-) -> tuple[float, list[Speed]]:
-    """What the load's objective makes of the policy in force, and of the others."""
-    # They read what a search does.
-    from spectune.optimizer.replay.loads import objective_of
-    from spectune.optimizer.tuning.engine_bench import constant, engine_bench
-    from spectune.optimizer.tuning.load_search import TokenStudy
-    from spectune.optimizer.tuning.sources import ServerTuned, sample_since
-
-    load = LoadSettings(**settings.get("load", {}))
-    arrivals = load.arrivals or "recorded"
-    key = f"drift {p.deployment} {p.version} {store.clock():%Y-%m-%d %H:%M}"
-    server = ServerTuned(str(info.options.get("boot", "")), info.device_name)
-    sample = sample_since(store, info.pair_id, since, key=key, engine=info.engine, server=server)
-    bench = engine_bench(store, sample, [], arrivals, objective_of(load))
-    study, current = TokenStudy(bench), published_policy(p)
-    passes = {draft: served for draft, served in bench.costs.passes.items() if draft}
-    if not passes:
-        raise TraceError("no step that drafts was recorded")
-    if current.speculates and len(passes) == 1:  # another pair may have another name of it
-        current = current.model_copy(update={"draft": next(iter(passes))})
-    policies = [
-        constant(draft, gamma)
-        for draft, (least, most) in passes.items()
-        for gamma in range(least, most + 1)
-    ]
-    speeds = [(study.trial(policy).value, policy) for policy in policies]
-    speed = study.trial(current).value
-    row = store.followed_server(server.boot)
-    most = 0 if row is None else row.engine.get("num_speculative_tokens") or 0
-    unknown = any(least > 0 or last < most for least, last in passes.values())
-    if unknown and max(one for one, _ in speeds) < LEAST * speed:
-        raise TraceError(f"what steps cost is known of {passes} drafted tokens alone")
-    return speed, speeds
-
-
 def _native(
     store: TraceStore, p: Publication, info: Recording, since: datetime
-) -> tuple[float, list[Speed]]:
+) -> tuple[float, list[tuple[float, Policy]]]:
     """Tokens a second of one request at a time under the policy in force, and under the others,
     where an earlier tuning made the panoramas of what was served."""
-    from spectune.optimizer.replay.fast_replay import run_replay
-    from spectune.optimizer.replay.trace import open_trace
-    from spectune.optimizer.stored_artifacts import fitted
-
     current = published_policy(p)
     profile = store.profile_of(p.pair_id, device=p.device, dtype=info.options.get("dtype"))
     if profile is None:
@@ -128,7 +88,7 @@ def _native(
         replayed = run_replay(trace, policy, profile, artifacts=fitted(store, p.pair_id))
         return replayed.total.tokens_per_s
 
-    speeds: list[Speed] = [(speed_of(AUTOREGRESSIVE), AUTOREGRESSIVE)]
+    speeds: list[tuple[float, Policy]] = [(speed_of(AUTOREGRESSIVE), AUTOREGRESSIVE)]
     for policy in others:
         with suppress(TraceError):  # it was recorded to fewer tokens
             speeds.append((speed_of(policy), policy))
