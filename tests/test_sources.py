@@ -25,7 +25,7 @@ from spectune.options import from_document, read_config
 from spectune.runtime.pair import PairSpec, read_pair
 from spectune.settings import Tune
 from spectune.traces.errors import TraceError
-from spectune.traces.schema import Sampling
+from spectune.traces.schema import Sampling, Tokens
 from spectune.traces.store import Asked, TraceStore
 
 HOUR = timedelta(hours=1)
@@ -42,7 +42,10 @@ def add(
     """A recording of ``n`` texts; its id."""
     store.put_pair(pair.id, pair.name, {})
     made = store.create_recording(Asked(pair.id, None, Sampling(), 64, "coupled", options, source))
-    store.append_trajectories(made.id, [(i, a_trajectory(i), ()) for i in range(n)])
+    texts = [a_trajectory(i) for i in range(n)]
+    for text in texts:  # of the tiny pair's vocabulary
+        text.tokens = Tokens(text.prompt_ids % 256, text.output_ids % 256)
+    store.append_trajectories(made.id, [(i, text, ()) for i, text in enumerate(texts)])
     return made.id
 
 
@@ -123,6 +126,24 @@ def test_a_recording_without_a_text_is_one_line(
     name = add(store, spec, "record", n=0)
     said = Door(url, str(tiny_pair)).refused("tune", "--recording", name, "--pair", tiny_pair)
     assert "holds no text" in said
+
+
+def test_the_latest_is_of_the_pair_that_is_named(
+    store: TraceStore, tiny_pair: Path, url: str
+) -> None:
+    """However much newer another's is: what is fitted, and what is resumed."""
+    spec = read_pair(str(tiny_pair))
+    store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
+    ours = add(store, spec, n=1)
+    theirs = add(store, pair_named("theirs"), n=1)
+    door = Door(url)
+    for kind in ("bins --draft near", "frequencies"):
+        failed = door.call(f"fit {kind}", "--pair", tiny_pair)
+        said = failed.exit_code, ours in failed.stderr, theirs in failed.stderr
+        assert said == (2, True, False), (kind, failed.stderr)
+    for env, how in (({}, ("--pair", tiny_pair)), ({"SPECTUNE_PAIR": str(tiny_pair)}, ())):
+        found = door.call("record --resume latest", *how, env=env)
+        assert f"recording {ours}" in found.stdout, found.output
 
 
 def test_what_fails_beside_a_cluster_is_not_the_clusters() -> None:

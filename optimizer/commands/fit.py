@@ -7,7 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
+from spectune.optimizer.commands.common import (
+    Talk,
+    open_store,
+    pair_of,
+    policy_named,
+    recording_meant,
+)
 from spectune.optimizer.commands.decoding import load
 from spectune.optimizer.commands.results import Result, Table
 from spectune.optimizer.fit.by_prompt import fit_recorded
@@ -51,11 +57,10 @@ def fit(s: Fit, talk: Talk) -> Result:
 def _recording(store: TraceStore, s: Fit, talk: Talk) -> str:
     """The id of a recording; with ``since`` that of a new one, a sample of what its pair decoded
     since then."""
-    name = store.resolve_recording(s.recording)
-    if s.since is None:
-        return name
-    pair_id = store.get_recording(name).pair_id
-    return sample_since(store, pair_id, s.since, tell=talk.tell).id
+    info = recording_meant(s, store, s.recording)
+    if s.since is not None:
+        info = sample_since(store, info.pair_id, s.since, tell=talk.tell)
+    return info.id
 
 
 def _trees(store: TraceStore, s: Fit, talk: Talk, options: dict[str, Any]) -> StoredFit:
