@@ -36,6 +36,7 @@ from spectune.db import upgrade
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Answered, Load, Prompt, Wanted
 from spectune.engines.vllm.follow import Follower
+from spectune.optimizer.commands.load import contexts_in_words
 from spectune.optimizer.replay.loads import Objective, Served
 from spectune.optimizer.replay.replay_trace import ReplayTrace
 from spectune.optimizer.replay.serving import Simulated
@@ -124,7 +125,7 @@ def test_a_search_is_stored_and_says_what_is_not_known(server: Door) -> None:
     low, middle, high = told["contexts"]["tokens"]
     assert high > 2 * low
     assert told["contexts"]["tried_from"] == round(middle)
-    assert told["contexts"]["relative"] >= 1
+    assert told["contexts"]["relative"] == pytest.approx(1, abs=0.5)
     assert "medium" in told["drafts_not_served"]
     shares = [load["relative"] for load in told["loads"]]
     assert sum(shares) >= 3 * (1 - TIE)
@@ -160,9 +161,10 @@ def test_options_that_say_nothing_of_a_load_are_named(server: Door, tiny_pair: P
 
 def made_up_search(
     best: dict[tuple[int, int], int], near: dict[tuple[int, int], float]
-) -> ByLoadWindow | FixedWindow:
-    """The window found where speeds are made up: for so many clients with such contexts so many
-    tokens are ``best``; others, by clients and tokens, lose what ``near`` says, or much."""
+) -> tuple[ByLoadWindow | FixedWindow, TokenStudy]:
+    """The window found, and the study, where speeds are made up: for so many clients with such
+    contexts so many tokens are ``best``; others, by clients and tokens, lose what ``near`` says, or
+    much."""
 
     class MadeUp(EngineBench):
         search_trace = None  # type: ignore[assignment]
@@ -188,7 +190,7 @@ def made_up_search(
     study = TokenStudy(MadeUp(*values), num_trials=100)
     window = study.run().policy.window
     assert isinstance(window, (ByLoadWindow, FixedWindow))
-    return window
+    return window, study
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_a_table_has_no_entry_that_its_costs_cannot_tell(
     best: dict[int, int], near: dict[tuple[int, int], float], table: Any
 ) -> None:
     """What loses less than 1% is left out."""
-    window = made_up_search({(clients, 90): tokens for clients, tokens in best.items()}, near)
+    window, _ = made_up_search({(clients, 90): tokens for clients, tokens in best.items()}, near)
     assert window.model_dump()["gamma"] == table
     assert isinstance(window, FixedWindow) or not window.contexts
 
@@ -224,8 +226,20 @@ def test_a_table_has_no_entry_that_its_costs_cannot_tell(
 def test_a_table_of_its_own_for_longer_contexts_where_that_pays(
     best: dict[tuple[int, int], int], near: dict[tuple[int, int], float], gamma: Any, contexts: Any
 ) -> None:
-    document = made_up_search(best, near).model_dump()
+    window, study = made_up_search(best, near)
+    document = window.model_dump()
     assert (document["gamma"], document.get("contexts")) == (gamma, contexts)
+    gain = study.gain_by_context
+    assert (gain is not None and gain > 1.01) == (contexts is not None)
+
+
+def test_tables_by_context_that_lose_are_told_as_such() -> None:
+    """Where one number is best at every context, what differs by context is slower."""
+    window, study = made_up_search({(1, 50): 3, (1, 500): 3}, {})
+    gain = study.gain_by_context
+    assert (window, gain) == (FixedWindow(gamma=3), pytest.approx(0.9**0.5))
+    about = {"tokens": (50.0, 275.0, 500.0), "tried_from": 275, "relative": gain}
+    assert contexts_in_words(about).endswith("from 275 tokens on is worth -5.1%, as predicted.")
 
 
 @cache

@@ -120,14 +120,13 @@ class LoadSearch:
     def contexts(self) -> dict[str, Any] | None:
         """The contexts of steps (percentiles 10, 50 and 90 of their requests' mean), from which
         length on other tables were tried (None: none were, as contexts vary little), and what the
-        best of all is worth then, as a part of the best by batch size alone. None where the engine
-        has no tables."""
+        best of these is worth, as a part of the best by batch size alone. None where the engine has
+        no tables."""
         study = self.study
         if study.contexts is None:
             return None
         about = {"tokens": study.contexts, "tried_from": study.context or None}
-        worth = max(trial.value for trial in study.trials.values()) / study.best_by_batch.value
-        return {**about, "relative": worth if study.context else None}
+        return {**about, "relative": study.gain_by_context}
 
     def to_json(self) -> dict[str, Any]:
         bench, study, objective = self.bench, self.study, self.bench.objective
