@@ -886,7 +886,9 @@ class Simulate(InPlace):
     since: Moment | None = setting(
         None, "All decoded since so long ago (24h), or a moment.", acts="alone"
     )
-    limit: Count | None = setting(None, "Only the first N requests.")
+    limit: Count | None = setting(
+        None, "N requests, from every category alike; with --arrivals, so many arrive."
+    )
     profile: str | None = setting(
         None, "Latency profile; default: the latest that fits.", acts="alone native"
     )

@@ -170,6 +170,19 @@ def test_paths_in_a_file_are_seen_from_it(tmp_path: Path) -> None:
     assert config.values["load.arrivals"] == "clients:1,8"
 
 
+def test_a_limit_takes_every_category_alike(store: TraceStore, url: str) -> None:
+    """Also where they were recorded one after another."""
+    pair = pair_named("ours")
+    store.put_pair(pair.id, pair.name, {})
+    made = store.create_recording(Asked(pair.id, None, Sampling(), 64, "coupled", {}, "record"))
+    texts = [a_trajectory(i, category="abc"[i // 4]) for i in range(12)]
+    store.append_trajectories(made.id, [(i, text, ()) for i, text in enumerate(texts)])
+    for limit, each in ((3, 1), (6, 2)):
+        found = Door(url).json("simulate --policy autoregressive", limit=limit)
+        requests = {name: row["requests"] for name, row in found["by_category"].items()}
+        assert requests == dict.fromkeys("abc", each)
+
+
 def test_a_small_sample_of_what_was_dealt_before_has_every_part(store: TraceStore) -> None:
     pair = pair_named("ours")
     add(store, pair, n=40)

@@ -19,6 +19,7 @@ from spectune.engines.vllm.prompt_lookup import LEAST, MOST, copied
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Nodes, Reader, Replay, ReplayTrace
 from spectune.optimizer.stored_artifacts import fitted
+from spectune.optimizer.tuning.parts import mixed
 from spectune.optimizer.tuning.sources import traffic_since
 from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import GAMMA_LIMIT, Policy
@@ -178,8 +179,8 @@ def simulate(
     per_round: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> ReplayedPolicy:
-    """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or the first
-    ``limit`` requests, under any policy. Raises as it does."""
+    """Replays a recording, or what :func:`open_trace` takes ``since`` a moment, or ``limit`` of
+    these requests from every category alike, under any policy. Raises as it does."""
     opened = open_trace(store, recording, [policy], since=since, tell=tell)
     trace, info = opened.trace, opened.info
     if since is None and not engine_named(info.engine).prefill_emits:
@@ -192,7 +193,8 @@ def simulate(
             on_demand = ShortlistedDrafts(*here, fitted(store, info.pair_id), few=0)
         trace = trace.reading(_reader(store, opened), on_demand)
     if limit:
-        trace = trace.select(range(min(limit, len(trace.trajectories))))
+        categories = [text.category for text in trace.trajectories]
+        trace = trace.select(sorted(mixed(range(len(categories)), categories)[:limit]))
     find = fitted(store, info.pair_id)
     replayed = run_replay(trace, policy, profile, per_round=per_round, artifacts=find)
     return ReplayedPolicy(replayed, opened, _why_approximate(info, policy))
