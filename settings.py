@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -416,6 +416,12 @@ class Settings(Group):
     def typed(self, *keys: str) -> bool:
         """Whether one of these was typed."""
         return any(self._sources.get(key) == TYPED for key in keys)
+
+    def as_typed(self, **values: Any) -> Self:
+        """A copy in which these values stand as if they were typed."""
+        copy = self.model_copy(update=values)
+        copy._sources = {**self._sources, **dict.fromkeys(values, TYPED)}
+        return copy
 
 
 class OnPair(Settings):

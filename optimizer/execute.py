@@ -22,7 +22,6 @@ from spectune.runtime.loop import DecodeRequest, PolicySource, StaticSource
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import AUTOREGRESSIVE, FixedWindow, Policy
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.session import Sessions
 from spectune.traces.conversations import conversations, conversations_of
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import (
@@ -297,7 +296,7 @@ class Executor:
         item, request = self.encoded.items[unit]
         decoder = self._decoders[policy_id]
         if unit <= self._latest.get(policy_id, -1):
-            decoder.sessions = Sessions()
+            decoder.forget()
         self._latest[policy_id] = unit
         decoded = decoder.decode(request, item.category)
         counts = counts_of(decoded.steps, decoded.seconds)

@@ -388,6 +388,10 @@ class Decoder:
             raise PolicyError("the rejection verifier decodes one request at a time")
         self.backend = ModelBackend(self.pair, self.seats, self.slots)
 
+    def forget(self) -> None:
+        """Lets windows begin as with the first request."""
+        self.sessions = Sessions()
+
     def request(
         self,
         item: Request,

@@ -143,8 +143,8 @@ class Server:
         return ChatAnswer(call, self.pair, self.pair.spec.name, self._fingerprint)
 
     def _call(self, asked: Generation, prompts: Sequence[PromptIds]) -> Call:
-        limits = {"chat_tokens": self.chat_tokens, "timeout_s": self.timeout_s}
-        call = Call(self.thread, asked, prompts, **limits)
+        limits = self.chat_tokens, self.timeout_s
+        call = Call(self.thread, asked, prompts, *limits)
         self.metrics.add("vllm:prompt_tokens_total", call.prompt_tokens)
         return call
 

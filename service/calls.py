@@ -73,7 +73,6 @@ class Call:
         thread: DecodeThread,
         asked: Generation,
         prompts: Sequence[PromptIds],
-        *,
         chat_tokens: int,
         timeout_s: float,
     ) -> None:

@@ -29,7 +29,7 @@ from spectune.runtime.pair import PairSpec, read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
 from spectune.runtime.progress import Progress, silent
 from spectune.runtime.text_codec import check_conversations, lacks_template
-from spectune.settings import TYPED, OnPair, OnWorkload, Settings
+from spectune.settings import OnPair, OnWorkload, Settings
 from spectune.traces.errors import ConfigError, OutputError, PairError, PolicyError, WorkloadError
 from spectune.traces.files import replacing, why_not_writable
 from spectune.traces.schema import Step, device_name
@@ -174,11 +174,7 @@ def names_pair(settings: OnPair) -> bool:
 def naming_pair(s: P, spec: PairSpec) -> P:
     """The settings with a pair as if it were typed, for the commands that are printed, where
     nothing names one."""
-    if names_pair(s):
-        return s
-    named = s.model_copy(update={"target": spec.target, "drafts": dict(spec.drafts)})
-    named._sources = {**s.sources, "target": TYPED, "drafts": TYPED}
-    return named
+    return s if names_pair(s) else s.as_typed(target=spec.target, drafts=dict(spec.drafts))
 
 
 def device_of(device: str) -> str:
