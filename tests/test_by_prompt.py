@@ -184,7 +184,7 @@ def test_it_finds_the_draft_that_the_prompt_tells(
     assert gain == pytest.approx(held["gain"])
     best = {"code": "near", "prose": "far", "copy": "ngram"}
     kinds = [trace.trajectories[r].category for r in rest.order]
-    right = sum(best[kind] == draft for kind, draft in zip(kinds, replayed.chosen, strict=True))
+    right = sum(best[kind] == p.draft for kind, p in zip(kinds, replayed.chosen, strict=True))
     assert right >= 43
 
 
@@ -233,7 +233,7 @@ def test_what_equation_4_asks_for_is_chosen(
             assert wanted[kind] == "far"
     assert wanted == {"sure": "near", "slow": "far", "even": "near"}
     kinds_of = [t.category for t in trace.trajectories]
-    right = [wanted[k] == draft for k, draft in zip(kinds_of, replayed.chosen, strict=True)]
+    right = [wanted[k] == p.draft for k, p in zip(kinds_of, replayed.chosen, strict=True)]
     assert sum(right) >= 88
 
 
@@ -262,6 +262,9 @@ TREES = [
     parse_policy(top_k("head", 2, 3, 5)),
     policy("far", 3),
 ]
+
+
+OF_ONE_DRAFT = [policy("near", 5), policy("near", 1), policy("far", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +319,9 @@ def drafted(step: Step) -> tuple[Any, ...]:
     return (*shape(step._replace(lag=lag)), step.draft, step.policy)
 
 
-@pytest.mark.parametrize("candidates", [CHAINS, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    "candidates", [CHAINS, TREES, OF_ONE_DRAFT], ids=["chains", "trees", "of one draft"]
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T{s.temperature}")
 def test_texts_stay_and_rounds_are_the_replays(
     rich: LoadedPair, place: TraceStore, sampling: Sampling, candidates: list[Policy]
@@ -331,7 +336,7 @@ def test_texts_stay_and_rounds_are_the_replays(
     find, profile = fitted(place, rich.id), flat_profile(rich.id, rich.drafts, rich.heads)
     trace = open_trace(place, info.id, [choice]).trace
     replayed = run_replay(trace, choice, profile, per_round=True, artifacts=find)
-    assert len(set(replayed.chosen)) == 3
+    assert {policy.id for policy in replayed.chosen} == {policy.id for policy in candidates}
     reads: list[int] = []
     read = rich.target.read
 
@@ -344,13 +349,13 @@ def test_texts_stay_and_rounds_are_the_replays(
         patch.setattr(rich.target, "read", counted)
         done = [decoder.decode(request_of(decoder, text)) for text in texts]
     assert reads == [len(t.prompt_ids) - 1 for t in texts]
-    by_draft = {p.draft: p for p in candidates}
     for n, (text, run, steps) in enumerate(zip(texts, done, replayed.steps(), strict=True)):
         assert run.trajectory.output_ids.tolist() == text.output_ids.tolist()
         assert [drafted(s) for s in run.steps] == [drafted(s) for s in steps]
-        assert {s.policy for s in run.steps} == {by_draft[replayed.chosen[n]].id}
+        decoded_by = {s.policy for s in (*run.steps, *steps)}
+        assert decoded_by == {replayed.chosen[n].id}
         assert [plan.policy for _, plan in run.plans] == [choice]
-        alone = run_replay(trace.select([n]), by_draft[replayed.chosen[n]], profile)
+        alone = run_replay(trace.select([n]), replayed.chosen[n], profile)
         assert replayed.seconds[n] == alone.seconds[0]
 
 

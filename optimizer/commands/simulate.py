@@ -85,7 +85,8 @@ def simulate(s: Simulate, talk: Talk) -> Result:
         if profile is not None and info.engine == "native":
             data["speedups"] = _speedups(store, info, where, replayed, profile, s)
         if replayed.chosen:
-            data["picks"] = dict(sorted(Counter(replayed.chosen).items()))
+            picks = Counter(candidate.label() for candidate in replayed.chosen)
+            data["picks"] = dict(sorted(picks.items()))
     if approximate:
         talk.tell(f"approximate: {approximate}")
         data["approximate"] = True

@@ -143,7 +143,7 @@ def _run_chosen(
         places, candidate = np.flatnonzero(picks == pick), policy.candidates[pick]
         part = trace.select(trace.order[places])
         parts.append((places, run_replay(part, candidate, profile, artifacts=artifacts, **options)))
-    chosen = tuple(policy.candidates[pick].draft for pick in picks)
+    chosen = tuple(policy.candidates[pick] for pick in picks)
     return replace(together(policy, parts), chosen=chosen)
 
 

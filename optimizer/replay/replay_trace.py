@@ -367,7 +367,7 @@ class Replay:
     ``missed``: the plain policies that decoded, and how many rounds of each read distributions that
     were not recorded (0 unless approximate). ``rounds`` int32 [rounds, 10]
     (:data:`optimizer.replay.chains.ROUND_COLUMNS`) and ``round_s`` float64 [rounds, 3] (draft,
-    verify, round), in order, are None unless asked for. ``chosen``: the draft of each request,
+    verify, round), in order, are None unless asked for. ``chosen``: the policy of each request,
     of a choice by prompt. ``lacks_text``: what was not recorded may hold tokens of the text.
     """
 
@@ -379,7 +379,7 @@ class Replay:
     missed: tuple[tuple[Policy, int], ...]
     rounds: npt.NDArray[np.int32] | None = None
     round_s: FloatArray | None = None
-    chosen: tuple[str, ...] = ()
+    chosen: tuple[Policy, ...] = ()
     lacks_text: bool = False
 
     @property
@@ -406,8 +406,7 @@ class Replay:
         ``per_round``."""
         if self.rounds is None or self.round_s is None:
             raise ValueError("replayed without per_round")
-        plain = {policy.draft: policy for policy, _ in self.missed}
-        decoded_by = [plain[d] for d in self.chosen] or [self.missed[0][0]] * len(self.names)
+        decoded_by = self.chosen or [self.missed[0][0]] * len(self.names)
         out: list[list[Step]] = [[] for _ in self.names]
         for row, seconds in zip(self.rounds.tolist(), self.round_s.tolist(), strict=True):
             request, *counts, depth, bin_ = row
