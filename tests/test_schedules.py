@@ -346,8 +346,13 @@ def test_commands_refuse_in_one_line(tmp_path: Path, tiny_pair: Path) -> None:
     assert door.json("schedule add n --cron", "0 3 * * *", *added)["cron"] == "0 3 * * *"
     assert "must have five fields" in door.refused("schedule", "add", "x", "--cron", "3", *added)
     assert "did you mean 'n'" in door.refused("schedule", "remove", "nn")
+    loaded = ("schedule", "add", "x", "--cron", "@daily", *added, "--arrivals")
+    assert "name whose traffic is meant" in door.refused(*loaded, "recorded")
+    told = door.call(*loaded, "clients:4").stdout
+    assert "under clients:4" in told, "a load without an engine is one of the native decoder"
     assert "--since: '1y': a time is expected" in door.refused(
         "schedule", "add", "x", "--cron", "@daily", "--since", "1y", "--pair", tiny_pair
     )
-    assert door.json("schedule remove n")["name"] == "n"
+    for name in ("n", "x"):
+        assert door.json("schedule remove", name)["name"] == name
     assert door.json("schedule list")["schedules"] == []
