@@ -77,6 +77,8 @@ class EngineBench(UnderLoad):
 
     @cached_property
     def spread(self) -> float:
+        """No less than single steps are off, noise included, which ratios of whole runs are not: a
+        race trusts predictions under a load less than they may deserve, never more."""
         return max(LEAST_SPREAD, float(self.costs.check["median_error"]))
 
     def server_draft(self, policy: Policy) -> str:
