@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[type[Settings], str]] = {
     "report": (of.Report, "report.report"),
     "status": (of.StatusCommand, "status.status"),
     "generate": (of.Generate, "run.generate"),
-    "serve": (of.Serve, "service.command.serve"),
+    "serve": (of.Serve, "service.serve.serve"),
     "control": (of.Control, "service.control.control"),
     "policies list": (of.PoliciesList, "policies.list_publications"),
     "policies show": (of.PoliciesShow, "policies.show"),

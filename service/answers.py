@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from spectune.runtime.text_codec import PARTIAL, TextCodec
 from spectune.service.calls import Call, Delta, RefusedError
-from spectune.service.text import TokenText
+from spectune.service.text_stream import TokenText
 
 LEAST_LOGPROB = -9999.0
 """Stands for the logarithm of 0, which JSON has not."""

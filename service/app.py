@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from spectune.runtime.loading import LoadedPair
 from spectune.service.answers import Answer, ChatAnswer, CompletionAnswer, error_object
 from spectune.service.calls import Call, ClientLeftError, PromptIds, RefusedError
-from spectune.service.decoding import DecodeThread
-from spectune.service.metrics import Metrics
+from spectune.service.counters import Metrics
+from spectune.service.decode_thread import DecodeThread
 from spectune.service.requests import ChatRequest, CompletionRequest, Generation
 from spectune.traces import schema
 from spectune.traces.errors import WorkloadError

@@ -15,10 +15,10 @@ from spectune.db.database_errors import DatabaseError, UnavailableError
 from spectune.optimizer.commands.policies import publication_rows
 from spectune.optimizer.commands.schedules import schedule_rows
 from spectune.optimizer.commands.status import deployments
-from spectune.optimizer.drift.words import told
+from spectune.optimizer.drift.alarm_words import told
 from spectune.optimizer.followed_servers import Servers
 from spectune.optimizer.metrics import Sample, of_deployment, of_job, of_rollout, of_server
-from spectune.optimizer.rollout.words import progress_of
+from spectune.optimizer.rollout.rollout_words import progress_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.query import TraceFilter, acceptance
 from spectune.traces.store.tallies import Tallies, tallies

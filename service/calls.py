@@ -16,9 +16,9 @@ import numpy as np
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loop import DecodeRequest
 from spectune.runtime.policies.document import EXPANDED_LIMIT
-from spectune.service.decoding import Burst, DecodeThread, QueueFullError, TextJob
+from spectune.service.decode_thread import Burst, DecodeThread, QueueFullError, TextJob
 from spectune.service.requests import Generation
-from spectune.service.text import TextStream, TokenText
+from spectune.service.text_stream import TextStream, TokenText
 from spectune.traces.schema import Request, Sampling, request_seed
 
 CLIENT_LEFT = 499

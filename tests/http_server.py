@@ -16,9 +16,9 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
 from spectune.service.app import Server, make_app
-from spectune.service.decoding import DecodeThread
+from spectune.service.counters import Metrics
+from spectune.service.decode_thread import DecodeThread
 from spectune.service.listening import HTTPServer
-from spectune.service.metrics import Metrics
 
 PATIENCE_S = 240.0
 MODEL = "tiny-llama"

@@ -12,7 +12,6 @@ import pytest
 from bench.checks import rollouts
 from spectune.engines.engine import chain_round
 from spectune.engines.vllm.folder import is_candidates
-from spectune.optimizer.rollout.blocks import SETTLED_S, BlockTurns, Tally
 from spectune.optimizer.rollout.decision import (
     BLOCK_S,
     DROPPED_S,
@@ -23,6 +22,7 @@ from spectune.optimizer.rollout.decision import (
     looks_of,
     mixture_bound,
 )
+from spectune.optimizer.rollout.round_blocks import SETTLED_S, BlockTurns, Tally
 from spectune.traces.schema import Step
 
 CONFSEQ = {

@@ -31,7 +31,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.text_codec import TextCodec
-from spectune.service.text import TextStream
+from spectune.service.text_stream import TextStream
 
 DOCUMENTS: list[dict[str, Any]] = [
     {"draft": "none"},

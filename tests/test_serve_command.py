@@ -31,8 +31,8 @@ from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.loop import StaticSource
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
-from spectune.service.decoding import TextJob
-from spectune.service.recording import Recorder
+from spectune.service.decode_thread import TextJob
+from spectune.service.recorder import Recorder
 from spectune.traces.schema import Finish
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Trajectory

@@ -27,7 +27,7 @@ from spectune.optimizer.followed_servers import (
 )
 from spectune.optimizer.inputs import named_policy, published_policy
 from spectune.optimizer.rollback import earlier, origin
-from spectune.optimizer.rollout.words import progress_of
+from spectune.optimizer.rollout.rollout_words import progress_of
 from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.policies.document import Policy, differences
 from spectune.runtime.policies.plan import prepare

@@ -16,7 +16,7 @@ from spectune.optimizer.deployment import Place, refusal
 from spectune.optimizer.followed_servers import Servers, able_servers
 from spectune.optimizer.rollout.conductor import conduct
 from spectune.optimizer.rollout.decision import BLOCK_S
-from spectune.optimizer.rollout.words import in_words
+from spectune.optimizer.rollout.rollout_words import in_words
 from spectune.optimizer.signals import stop_on_signals
 from spectune.runtime.policies.document import Policy
 from spectune.settings import PoliciesAbort, PoliciesRollout, PoliciesThaw

@@ -11,9 +11,9 @@ from typing import Any
 from spectune.db.schedules import Schedule
 from spectune.optimizer.commands.common import Talk, open_store
 from spectune.optimizer.commands.results import Result, Table
-from spectune.optimizer.drift.words import told
+from spectune.optimizer.drift.alarm_words import told
 from spectune.optimizer.followed_servers import Servers, answers_in_words, newest_answers
-from spectune.optimizer.rollout.words import progress_of
+from spectune.optimizer.rollout.rollout_words import progress_of
 from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
 from spectune.optimizer.tuning.tuned import tuned_of
 from spectune.settings import StatusCommand

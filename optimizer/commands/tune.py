@@ -45,7 +45,7 @@ from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.replay.loads import loads_of, objective_of
 from spectune.optimizer.replay.trace import Opened
 from spectune.optimizer.report.words import closing
-from spectune.optimizer.rollout.words import in_words
+from spectune.optimizer.rollout.rollout_words import in_words
 from spectune.optimizer.tuning.bench import Tunable
 from spectune.optimizer.tuning.confirm import check_workload_size
 from spectune.optimizer.tuning.engine_bench import engine_bench

@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 
 from spectune.db.database_errors import DatabaseError
 from spectune.engines.vllm.folder import LABEL_LIMIT
+from spectune.optimizer.drift.alarm_words import in_words
 from spectune.optimizer.drift.detect import (
     BLOCK,
     SLOT_S,
@@ -35,7 +36,6 @@ from spectune.optimizer.drift.detect import (
 )
 from spectune.optimizer.drift.seconds import engine_ratios, native_ratios
 from spectune.optimizer.drift.what_if import LEAST, SINCE, Gain, what_if
-from spectune.optimizer.drift.words import in_words
 from spectune.optimizer.inputs import published_policy
 from spectune.optimizer.schedule.store import make_due_in, schedule_of
 from spectune.traces.errors import SpectuneError

@@ -18,8 +18,8 @@ from spectune.db.database_errors import DatabaseError, StaleVersionError
 from spectune.engines.vllm.folder import seed_for
 from spectune.engines.vllm.servers import why_not
 from spectune.optimizer.followed_servers import Servers
-from spectune.optimizer.rollout.blocks import BlockTurns, Tally
 from spectune.optimizer.rollout.decision import BlockPair, Look, judge
+from spectune.optimizer.rollout.round_blocks import BlockTurns, Tally
 from spectune.runtime.policies.document import parse_policy
 from spectune.traces.store import TraceStore
 from spectune.traces.store.rollouts import Conducting, RolloutError

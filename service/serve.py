@@ -17,10 +17,10 @@ from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
 from spectune.service.app import Server, make_app
-from spectune.service.decoding import DecodeThread
+from spectune.service.counters import Metrics
+from spectune.service.decode_thread import DecodeThread
 from spectune.service.listening import HTTPServer, listen, read_key, url_of
-from spectune.service.metrics import Metrics
-from spectune.service.recording import Recorder
+from spectune.service.recorder import Recorder
 from spectune.settings import Serve
 from spectune.traces.schema import Request, Workload
 from spectune.traces.store import TraceStore

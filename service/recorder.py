@@ -15,7 +15,7 @@ from spectune.optimizer.recording.record import put_policies, record_served, rec
 from spectune.runtime.decoder import trajectory_of
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource
-from spectune.service.decoding import TextJob
+from spectune.service.decode_thread import TextJob
 from spectune.traces.schema import Finish, Sampling
 from spectune.traces.store import TraceStore
 from spectune.traces.store.traffic import CAPACITY, TrafficWriter, WriterStatus
