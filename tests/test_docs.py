@@ -39,6 +39,7 @@ from spectune.runtime.policies.document import (
 )
 from spectune.traces.store import TraceStore, query
 from spectune.traces.store.compare import compare
+from spectune.traces.store.query import TraceFilter
 from spectune.traces.workloads import WorkloadRow, make_workload
 
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -350,18 +351,36 @@ def test_the_page_of_traces_is_run_line_by_line(
     assert names["rows"][0]["until"] is None
     assert names["one"]["undecoded"]
     assert names["found"]["requests"] == 9
-    (block,) = blocks(TRACES, "sql", "duckdb")
-    assert len(duckdb.sql(block).fetchall()) == 2
+    policies = {AUTOREGRESSIVE.id, parse_policy(POLICY).id}
+    steps, parts = (duckdb.sql(block).df() for block in blocks(TRACES, "sql", "duckdb"))
     for path in ("requests.parquet", "rounds.parquet"):
         frame = pandas.read_parquet(path)
-        assert set(frame.policy_id) == {AUTOREGRESSIVE.id, parse_policy(POLICY).id}
+        assert set(frame.policy_id) == policies
+    assert steps.rounds.sum() == len(frame)
+    assert (steps.rounds * steps.emitted).sum() == pytest.approx(frame.emitted.sum())
+    assert set(parts.policy_id) == policies
+    assert parts.accepted[0] == pytest.approx(
+        frame[(frame.policy_id == parts.policy_id[0]) & (frame.start < 64)].accepted.mean()
+    )
 
 
 def test_its_sql_answers_as_the_calls_do(database: Database) -> None:
     store = example(database)
     with database.read() as session:
         asked = [session.execute(sa.text(b)).mappings().all() for b in blocks(TRACES, "sql")]
-    acceptance, speed, slowest, pairs, in_force = asked
+    acceptance, speed, slowest, pairs, in_force, versions, categories, traffic = asked
+    assert versions == [], "all was served before anything was published"
+    told = {
+        (row["category"], row["policy_id"]): row
+        for row in query.speed(store, by=("category", "policy"))
+    }
+    assert [r["category"] for r in traffic] == sorted({c for c, _ in told})
+    assert sum(r["requests"] for r in traffic) == 18
+    drafting = {c: row for (c, policy), row in told.items() if policy != AUTOREGRESSIVE.id}
+    assert {r["category"] for r in categories} == {*drafting}
+    for row in categories:
+        speed_of = drafting[row["category"]]["tokens_per_s"]
+        assert float(row["tokens_per_s"]) == pytest.approx(speed_of)
     rows = query.acceptance(store, by=("draft", "category"))
     told = [{**row, "position": j} for row in rows for j in range(len(row["marginal"]))]
     for answer, row in zip(acceptance, told, strict=True):
@@ -380,6 +399,20 @@ def test_its_sql_answers_as_the_calls_do(database: Database) -> None:
         ("autoregressive", False),
         (parse_policy(POLICY).label(), True),
     ]
+
+
+def test_what_a_version_served_is_counted_since_it_came_into_force(database: Database) -> None:
+    store = example(database)
+    late = a_recording(store, n=4, policy=parse_policy(POLICY), drafts=())
+    a_recording(store, n=2, policy=AUTOREGRESSIVE, drafts=())  # no longer in force
+    block = next(b for b in blocks(TRACES, "sql") if "p.version" in b)
+    with database.read() as session:
+        (row,) = session.execute(sa.text(block)).mappings().all()
+    of = query.requests(store, TraceFilter(recordings=(late,)))
+    assert (row["version"], row["requests"]) == (2, 4)
+    assert float(row["tokens_per_s"]) == pytest.approx(
+        sum(r["emitted"] for r in of) / sum(r["seconds"] for r in of)
+    )
 
 
 def test_its_tables_are_the_schema() -> None:
