@@ -83,7 +83,6 @@ def ready_plan(
 def watch(
     store: TraceStore,
     pair: LoadedPair,
-    initial: Policy | None,
     profile: LatencyProfile | None,
     *,
     deployment: str = DEFAULT_DEPLOYMENT,
@@ -98,12 +97,12 @@ def watch(
     """A policy source that follows a deployment's publications for this pair and device.
 
     ``profile``: what windows weigh costs by; None: whenever a policy comes into force, the newest
-    of this pair on this hardware in this dtype. ``initial`` (None: the last good publication) is in
-    force until the first look, which happens before this returns. A publication that is no policy,
+    of this pair on this hardware in this dtype. The last good publication is in force until the
+    first look, which happens before this returns. A publication that is no policy,
     cannot be prepared (an unknown draft, a window that needs costs and has none), that
     ``verifier`` would make lossy or that cannot serve several requests ``together``, where it is
     to, is acknowledged as refused. ``warn`` is told of one that was tuned
-    for another sampling, as it comes into force. Raises PolicyError when ``initial`` cannot run.
+    for another sampling, as it comes into force.
     """
     device, who = pair.device_name, node or f"{socket.gethostname()}:{os.getpid()}"
     newest: list[Publication] = []  # what was fetched last
@@ -135,10 +134,7 @@ def watch(
             store.acknowledge(version, who, status, reason)
 
     now = profile or store.profile_of(pair.id, **pair.place)
-    if initial is None:
-        first = last_good(store, pair, now, verifier, sampling, deployment, together=together)
-    else:
-        first = ready_plan(store, pair, initial, now, verifier, sampling, together=together)
+    first = last_good(store, pair, now, verifier, sampling, deployment, together=together)
     source = WatchedSource(
         first,
         fetch,

@@ -56,7 +56,6 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         store,
         pair,
         None,
-        None,
         deployment=s.deployment,
         together=True,
         # Each request says its own sampling: none is compared with what a policy was tuned for.

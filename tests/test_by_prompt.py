@@ -385,9 +385,7 @@ def test_publications_take_effect_between_two_rounds(
         return read(ids, *rest, **more)
 
     monkeypatch.setattr(rich.target, "read", counted)
-    with watch(
-        place, rich, None, None, sampling=sampling, interval_s=600, node="here:1"
-    ) as following:
+    with watch(place, rich, None, sampling=sampling, interval_s=600, node="here:1") as following:
         decoder = Decoder(rich, following)
         for _ in range(3):
             tokens, drafted_by = list[int](), list[str]()

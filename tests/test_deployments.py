@@ -130,7 +130,7 @@ def test_the_environment_names_the_deployment(tmp_path: Path, tiny_pair: Path) -
 def test_hot_reload_follows_its_deployment_and_warns(store: TraceStore, pair: LoadedPair) -> None:
     said: list[str] = []
     how: dict[str, Any] = {"deployment": "canary", "interval_s": 60, "warn": said.append}
-    with watch(store, pair, None, None, sampling=Sampling(0.7), **how) as source:
+    with watch(store, pair, None, sampling=Sampling(0.7), **how) as source:
         tuned(store, pair, fixed(2), 0.7)
         assert not source.poll()
         assert source.current().policy == AUTOREGRESSIVE

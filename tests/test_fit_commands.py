@@ -287,7 +287,7 @@ def test_a_policy_whose_artifact_cannot_be_had_is_refused(
     with store.database.write() as session:
         that = sa.update(Artifact).where(Artifact.id == damaged)
         session.execute(that.values(content=literal(b"nothing", LargeBinary)))
-    with watch(store, pair, None, None, interval_s=60) as source:
+    with watch(store, pair, None, interval_s=60) as source:
         publish(store, pair, growing(good[:9]))
         assert source.poll()
         assert source.current().policy == growing(good[:9])

@@ -181,7 +181,7 @@ def test_costs_of_another_dtype_or_machine_are_not_used(
 
     def told(profile: Any = None) -> tuple[Any, str]:
         publish(store, pair, ANALYTIC)
-        with watch(store, pair, None, profile, interval_s=60) as source:
+        with watch(store, pair, profile, interval_s=60) as source:
             return source.current(), source.last_error
 
     for profile in foreign:
@@ -211,7 +211,7 @@ def statuses(store: TraceStore) -> list[tuple[int, str]]:
 
 
 def test_a_runtime_follows_the_store(store: TraceStore, pair: LoadedPair) -> None:
-    with watch(store, pair, None, None, interval_s=60, node="here:1") as source:
+    with watch(store, pair, None, interval_s=60, node="here:1") as source:
         assert source.current().policy == AUTOREGRESSIVE
         one = publish(store, pair, fixed(3))
         assert source.poll()
@@ -246,7 +246,7 @@ def test_what_would_bias_the_text_is_refused_and_neither_incumbent_nor_tried(
     for verifier, temperature, fits in how:
         sampling, used = Sampling(temperature=temperature), policy if fits else AUTOREGRESSIVE
         asked: dict[str, Any] = {"verifier": verifier, "sampling": sampling}
-        with watch(store, pair, None, None, **asked, interval_s=60) as source:
+        with watch(store, pair, None, **asked, interval_s=60) as source:
             assert source.current().policy == used
         bench = SimpleNamespace(check=partial(ready_plan, store, pair, profile=None, **asked))
         incumbent, why = incumbent_of(Place("cpu", "default", active), cast(Any, bench))
@@ -264,7 +264,7 @@ def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
     """While it runs, the next good one; and where it starts, the last that can run."""
     publish(store, pair, fixed(2))
     refused = []
-    with watch(store, pair, None, None, interval_s=60) as source:
+    with watch(store, pair, None, interval_s=60) as source:
         for name, document in NOT_POLICIES.items():
             bad, before = publish_text(store, pair.id, document), source.current()
             refused.append(store.list_publications(pair.id)[0].policy_id)
@@ -282,7 +282,7 @@ def test_whatever_is_published_is_refused_and_the_last_good_one_taken(
     for name in refused:
         store.publish(pair.id, "cpu", name, actor="test")
     last = publish(store, pair, policy("third", 3))
-    with watch(store, pair, None, None, interval_s=60) as source:
+    with watch(store, pair, None, interval_s=60) as source:
         assert source.current().policy == good
         assert "third" in source.last_error
     assert (last, "refused") in statuses(store)
@@ -392,7 +392,7 @@ def test_a_table_that_is_gone_for_a_while_stops_nothing(
         with store.database.write() as session:
             session.execute(sa.text(f"ALTER TABLE {old} RENAME TO {new}"))
 
-    with watch(store, pair, None, None, interval_s=0.01) as source:
+    with watch(store, pair, None, interval_s=0.01) as source:
         rename("publication", "hidden")
         eventually(lambda: "publication" in source.last_error)
         assert source.current().policy == fixed(2)

@@ -59,7 +59,7 @@ def test_a_worker_a_tuning_and_a_watcher_go_on_after_an_outage(
         execute = tuning_job(store, load=lambda *_, **__: pair, progress=crash_amid)
         how = {"poll_s": 0.05, "stop": end, "clock": lambda: T0 + HOUR}
         worker = threading.Thread(target=run_worker, args=(store.database, execute), kwargs=how)
-        with watch(store, pair, None, None, interval_s=0.05, **served) as source:
+        with watch(store, pair, None, interval_s=0.05, **served) as source:
             assert source.current().version == first
             worker.start()
             try:
@@ -104,7 +104,7 @@ def test_a_server_that_hangs_stops_no_decode(server: Server, pair: LoadedPair) -
         store.put_pair(pair.id, "tiny", pair.spec.to_json())
         put_in_force(store, pair.id, policy("near", 3))
         asking = Asking(store.database)
-        with watch(asking, pair, None, None, interval_s=0.05, patience_s=0.5) as source:
+        with watch(asking, pair, None, interval_s=0.05, patience_s=0.5) as source:
             server.signal(signal.SIGSTOP)
             asking.asked.clear()
             assert asking.asked.wait(PATIENCE_S)  # and is not answered

@@ -205,7 +205,7 @@ def _source(
     if not store.active_version(*where):
         policy_named(store, "active", *where, talk)
     how: dict[str, Any] = {"verifier": options.verifier, "sampling": options.sampling}
-    with watch(store, pair, None, profile, deployment=s.deployment, **how) as source:
+    with watch(store, pair, profile, deployment=s.deployment, **how) as source:
         if source.last_error:
             talk.tell(
                 f"publication {source.seen} is refused: {source.last_error}; using "
