@@ -374,11 +374,13 @@ def test_a_recording_that_is_named_says_which_pair(door: Door, folder: Path) -> 
     spec = json.loads((folder / "pair.json").read_text())
     del spec["drafts"]["far"]
     (folder / "pair.json").write_text(json.dumps(spec))
-    again = door.call("record --resume latest", json=True, env=env)
+    name = door.json("traces list")["recordings"][0]["id"]
+    again = door.call(f"record --resume {name}", json=True, env=env)
     assert json.loads(again.stdout)["n_requests"] == 4
-    name = json.loads(again.stdout)["recording"]
     assert "was made with pair" in door.error(f"tune --recording {name}", pair=folder)
-    assert "nothing is recorded of pair" in door.error("tune --recording latest", pair=folder)
+    for latest in ("tune --recording latest", "record --resume latest", "fit frequencies"):
+        assert "nothing is recorded of pair" in door.error(latest, pair=folder)
+        assert "nothing is recorded of pair" in door.call(latest, env=env).stderr
 
 
 # ---------------------------------------------------------------------------------------- workloads

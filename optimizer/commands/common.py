@@ -84,16 +84,19 @@ def open_store(settings: Settings, *, create: bool = False) -> Iterator[TraceSto
 def pair_of(
     settings: OnPair, store: TraceStore | None = None, recording: str | None = None
 ) -> PairSpec:
-    """The pair meant, its checkpoints there: the one that is typed, else that of a recording that
-    is typed, else the environment's or spectune.toml's, else of a ``recording`` by default. Raises
-    PairError, also where nothing names one: no pair is taken in silence, and NotFoundError where
-    there is no such recording."""
+    """The pair meant, its checkpoints there: the one that is typed, else that of a recording whose
+    id is typed, else the environment's or spectune.toml's, else of a ``recording`` by default.
+    Raises PairError, also where nothing names one: no pair is taken in silence, and NotFoundError
+    where there is no such recording."""
     if store is not None and recording not in (None, "latest"):
         store.get_recording(recording)  # one that is not there is told before the pair is loaded
     if (loaded := getattr(settings.pair, "spec", None)) is not None:
         return _of_loaded(settings, loaded)
     typed = settings.typed("pair", "target", "drafts")
-    by_recording = settings.pair is None or settings.typed("recording", "resume")
+    if recording == "latest":  # of the pair that is named, if one is
+        by_recording = not names_pair(settings)
+    else:
+        by_recording = settings.pair is None or settings.typed("recording", "resume")
     if store is not None and recording is not None and by_recording and not typed:
         where = f"the pair of recording {recording}"
         document = store.get_pair(store.get_recording(recording).pair_id).document

@@ -10,7 +10,6 @@ from spectune.optimizer.commands.common import (
     open_store,
     pair_of,
     policy_named,
-    recording_meant,
 )
 from spectune.optimizer.commands.decoding import (
     NATIVE,
@@ -50,7 +49,7 @@ def record(s: Record, talk: Talk) -> Result:
     here = {"engine" if on_engine else "native", "panoramas"}
     talk.no_effect(s, here if s.resume else here | {"texts", "executed"})
     with open_store(s, create=True) as store:
-        spec = pair_of(s, store, s.resume and recording_meant(s, store, s.resume).id)
+        spec = pair_of(s, store, s.resume)
         if s.policy != "active":
             policy_named(store, s.policy, "", "", "", talk)
         if not (s.resume or on_engine):
