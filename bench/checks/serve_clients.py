@@ -3,7 +3,7 @@
     SPECTUNE_CLIENTS_PYTHON=DIR/bin/python SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python \\
         python bench/run.py serve_clients [--only PART] [--quick]
 
-``made``: thousands of bodies made from its own OpenAPI document (schemathesis), none of which may
+``openapi``: thousands of bodies made from its own OpenAPI document (schemathesis), none of which may
 be answered with 500 or by what the document lacks. ``lm_eval``: `local-completions` of lm-eval on a
 task of the demo's prompts, whose loglikelihoods are those of transformers. ``llm_comply``: its
 checks of chats; those of tools and images are refusals here. ``vllm_bench``: `vllm bench serve` to
@@ -56,7 +56,7 @@ BENCHMARK = (
 """`vllm bench serve`: the wheel for CPUs has no command that starts."""
 
 
-def made(quick: bool) -> dict[str, Any]:
+def openapi(quick: bool) -> dict[str, Any]:
     """Statuses by route and kind of body."""
     documents = {"draft": "none"}, chain("near", 4), top_k("near", 3, 3, 8)
     told = Counter[int]()
@@ -221,7 +221,7 @@ def vllm_bench(quick: bool) -> dict[str, Any]:
 
 
 PARTS: dict[str, Part] = {
-    "made": made,
+    "openapi": openapi,
     "lm_eval": lm_eval,
     "llm_comply": llm_comply,
     "vllm_bench": vllm_bench,
