@@ -1,12 +1,12 @@
 """`serve` under clients that never rest, while policies are published: what fails, texts that
 differ, memory, how long tokens take.
 
-    python bench/run.py serve_load [--only float64 float32] [--quick]
+    python bench/run.py serve_load [--only float64 float32 bfloat16] [--quick]
 
 32 clients stream completions of the demo's prompts to a server with 8 seats, half of them at
 temperature 1 with a seed; every 10 seconds another policy is published: chains, trees, a table by
 load, none. Texts are held against those of each request alone at rest, under none. In float64 none
-may differ. In float32 rounding depends on which requests share a pass: those that differ are
+may differ. In other types rounding depends on which requests share a pass: those that differ are
 counted beside those of the same clients under none for as long. The figures are added to
 ``bench/results/serve-load.json``.
 """
@@ -29,7 +29,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 
 RESULT = "serve-load"
 CLIENTS, PROMPTS, TOKENS = 32, 48, 48
-MINUTES = {"float64": 10.0, "float32": 5.0}
+MINUTES = {"float64": 10.0, "float32": 5.0, "bfloat16": 2.0}
 PUBLISHED_EVERY_S, WARM_S = 10.0, 30.0
 GREW = 0.05
 """What memory may grow by from the first third of the time, after :data:`WARM_S`, to the last."""
