@@ -29,7 +29,7 @@ from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_pol
 
 RESULT = "serve-load"
 CLIENTS, PROMPTS, TOKENS = 32, 48, 48
-MINUTES = {"float64": 10.0, "float32": 5.0, "bfloat16": 2.0}
+MINUTES = {"float64": 10.0, "float32": 5.0, "bfloat16": 5.0}
 PUBLISHED_EVERY_S, WARM_S = 10.0, 30.0
 GREW = 0.05
 """What memory may grow by from the first third of the time, after :data:`WARM_S`, to the last."""
