@@ -275,10 +275,10 @@ def _serve_amid(
 
 
 class Log(logging.Handler):
-    """A log's lines."""
+    """A log's warnings."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
