@@ -3,8 +3,8 @@
     SPECTUNE_CLIENTS_PYTHON=DIR/bin/python SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python \\
         python bench/run.py serve_clients [--only PART] [--quick]
 
-``openapi``: thousands of bodies made from its own OpenAPI document (schemathesis), none of which may
-be answered with 500 or by what the document lacks. ``lm_eval``: `local-completions` of lm-eval on a
+``openapi``: thousands of bodies made from its own OpenAPI document (schemathesis): none may be
+answered with 500, or by what the document lacks. ``lm_eval``: `local-completions` of lm-eval on a
 task of the demo's prompts, whose loglikelihoods are those of transformers. ``llm_comply``: its
 checks of chats; those of tools and images are refusals here. ``vllm_bench``: `vllm bench serve` to
 its end. The first Python has lm-eval and llm-comply (``pip install 'lm-eval[api]' llm-comply``).
