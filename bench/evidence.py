@@ -18,7 +18,11 @@ from typing import NamedTuple
 from bench import RESULTS, ROOT, harness
 from bench.measured_page import changed_since, folders_of, parts_of
 
-APART = {"papers": ("dynaspec", "dynaspec_sampled"), "map_executed": ("executed",)}
+APART = {
+    "papers": ("dynaspec", "dynaspec_sampled"),
+    "papers_executed": ("dynaspec_executed",),
+    "map_executed": ("executed",),
+}
 """Parts that need what may not be here: a file of GSM8K, figures of a GPU."""
 ELSEWHERE = {"served", "serve_clients"}
 """Measurements in environments of their own."""
@@ -51,10 +55,8 @@ def parts() -> Iterator[Due]:
         yield _due(f"acceptance-{name}", name, "")
     for name in harness.MEASUREMENTS:
         module = None if name in ELSEWHERE else harness.module_of(name)
-        result = getattr(module, "RESULT", name if name == "papers" else "")
-        own = getattr(module, "PARTS", {})
-        if result and isinstance(own, dict):
-            for part in own:
+        if result := getattr(module, "RESULT", ""):
+            for part in module.PARTS:
                 if part not in APART.get(name, ()):
                     yield _due(result, name, part)
 

@@ -3,6 +3,7 @@ is refused by name; a neutral one is accepted."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -82,7 +83,7 @@ class Recorded(Body):
     spectune_label: Annotated[Text, Field(max_length=LABEL_CHARACTERS)] | None = None
 
 
-class Generation(Body):
+class Generation(Body, ABC):
     """What both kinds of requests say."""
 
     model: Text
@@ -114,9 +115,9 @@ class Generation(Body):
         return kept
 
     @property
+    @abstractmethod
     def id_prefix(self) -> str:
         """How the ids of its answers begin."""
-        raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
@@ -124,9 +125,9 @@ class Generation(Body):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def best_tokens(self) -> int | None:
         """How many of the most probable tokens come with each; None: no probabilities."""
-        raise NotImplementedError
 
     @property
     def echoes(self) -> bool:

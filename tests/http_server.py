@@ -77,6 +77,19 @@ class Served:
         return float(value)
 
 
+@contextmanager
+def deaf_client(url: str, **body: Any) -> Iterator[None]:
+    """A client that asks for completions and reads nothing of what comes; it leaves with the
+    block."""
+    content = json.dumps({"model": MODEL, **body}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
 def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     document = response.json()

@@ -4,10 +4,8 @@ into force every few steps."""
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import httpx2
 import openai
 import pytest
 import torch
-from http_server import MODEL, TEMPLATE, Served, chunks_of, error_of, served
+from http_server import MODEL, TEMPLATE, Served, chunks_of, deaf_client, error_of, served
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import chain, make_pair, tokenizer, top_k
@@ -434,14 +432,10 @@ def test_a_key_is_asked_for(pair: LoadedPair, plans: list[Plan]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_seat(server: Served, plain: Served, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": stream, "n": 3}
-    content = json.dumps({"model": MODEL, **body}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    port = int(server.url.rpartition(":")[2])
     beside = {"prompt": LONG, "max_tokens": 40, "seed": 8}
     found = list[str]()
     asking = threading.Thread(target=lambda: found.extend(server.texts("completions", **beside)))
-    with closing(socket.create_connection(("127.0.0.1", port))) as leaving:
-        leaving.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with deaf_client(server.url, **body):
         eventually(lambda: server.thread.running >= 3)
         asking.start()
         before = server.metric("vllm:generation_tokens_total")
@@ -455,14 +449,9 @@ def test_a_client_that_leaves_frees_its_seat(server: Served, plain: Served, stre
 def test_a_client_that_reads_nothing_holds_up_nobody(server: Served, plain: Served) -> None:
     """Its texts end, and their seats are free, though what they say is never fetched."""
     body = {"prompt": "x", "max_tokens": 480, "ignore_eos": True, "n": 3, "logprobs": 5}
-    content = json.dumps({"model": MODEL, **body, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     beside = {"prompt": LONG, "max_tokens": 40, "seed": 8}
-    with closing(socket.socket()) as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        before = server.metric("vllm:generation_tokens_total")
-        deaf.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    before = server.metric("vllm:generation_tokens_total")
+    with deaf_client(server.url, **body, stream=True):
         eventually(lambda: server.thread.running >= 3)
         assert server.texts("completions", **beside) == plain.texts("completions", **beside)
         eventually(lambda: server.thread.running == server.thread.waiting == 0)

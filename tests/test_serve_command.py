@@ -20,7 +20,7 @@ import pytest
 from databases import opened, put_in_force
 from disks import full, mounts, unmount
 from doors import Door, Started
-from http_server import MODEL, Served, chunks_of, served
+from http_server import MODEL, Served, chunks_of, deaf_client, served
 from pairs import fixed, top_k
 from recorded_texts import request_of
 from synthetic import policy
@@ -274,12 +274,7 @@ def test_sigterm_waits_no_longer_than_it_is_told_for_a_client_that_reads_nothing
     door: Door,
 ) -> None:
     asked = {**BODY, "max_tokens": 480, "ignore_eos": True, "logprobs": 5, "n": 3, "stream": True}
-    content = json.dumps(asked).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with process(door, drain="1s") as (started, url), closing(socket.socket()) as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        deaf.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with process(door, drain="1s") as (started, url), deaf_client(url, **asked):
         eventually(lambda: metric(url, "vllm:generation_tokens_total") == 3 * 480)
         started.send_signal(signal.SIGTERM)
         assert started.wait(PATIENCE_S) == 0

@@ -28,7 +28,7 @@ from http_fuzz import ASKED, MODES, POSTED, send_made
 from http_server import TEMPLATE, served
 from pairs import chain, make_pair, top_k
 from recorded_texts import alternating
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.checks.serve_load import POLICIES
 from bench.checks.serving import Serving, publish, serve
@@ -166,8 +166,6 @@ def lm_eval(quick: bool) -> dict[str, Any]:
 
 def _errors(sample: dict[str, Any], target: Path) -> list[float]:
     """How far the loglikelihoods of a sample are from transformers', in float64."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     errors = []

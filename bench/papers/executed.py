@@ -133,6 +133,7 @@ def joint(quick: bool) -> list[Document]:
     return [row("regret executed", "temperature 0, cpu", ours, why)]
 
 
+RESULT = "papers"
 PARTS = {
     f"{paper.__name__}_executed": paper
     for paper in (heterospec, c2t, dynaspec, on_the_fly, verifier, joint)

@@ -727,6 +727,7 @@ def mechanisms(policy: Policy, temperature: float) -> set[str]:
     return {name for name, is_used in used.items() if is_used}
 
 
+RESULT = "papers"
 PARTS: dict[str, Callable[[bool], Any]] = {
     "heterospec": heterospec,
     "heterospec_adaedl": adaedl,

@@ -40,14 +40,14 @@ def speeds_under_load(
         current = current.model_copy(update={"draft": next(iter(passes))})
     policies = [
         constant(draft, gamma)
-        for draft, (least, most) in passes.items()
-        for gamma in range(least, most + 1)
+        for draft, (first, last) in passes.items()
+        for gamma in range(first, last + 1)
     ]
     speeds = [(study.trial(policy).value, policy) for policy in policies]
     speed = study.trial(current).value
     row = store.followed_server(server.boot)
     most = 0 if row is None else row.engine.get("num_speculative_tokens") or 0
-    unknown = any(least > 0 or last < most for least, last in passes.values())
+    unknown = any(first > 0 or last < most for first, last in passes.values())
     if unknown and max(one for one, _ in speeds) < least * speed:
         raise TraceError(f"what steps cost is known of {passes} drafted tokens alone")
     return speed, speeds
