@@ -940,7 +940,6 @@ class Tune(InPlace, OnWorkload):
     rollout: bool = setting(
         False,
         "Publish by a rollout, which proves it on the servers' traffic.",
-        acts="engine server",
     )
     fresh: bool = setting(
         False, "Record and profile anew, whatever is stored.", hidden=True, acts="native server"

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from spectune.engines.vllm.servers import why_not
+from spectune.engines.vllm import servers as vllm_servers
 from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import PolicyError
+from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Acknowledgement, FollowedServer
 
@@ -86,6 +87,21 @@ def answers_in_words(answers: Iterable[Acknowledgement], servers: Servers) -> st
         reason, away = a.reason and f": {a.reason}", silence and f" ({silence})"
         said.append(f"{a.node} {a.status}{reason}{away}")
     return "; ".join(said) or "nobody has applied it yet"
+
+
+def why_not(
+    server: FollowedServer, policy: Policy, name: str, pair: Mapping[str, Any], device: str
+) -> str:
+    """Why a server will not run a policy that is published on a device for a pair, by its name and
+    its :attr:`PairSpec.models`; empty where it can, as far as is known: `serve` refuses what it
+    cannot make ready."""
+    if server.engine["engine"] != "native":
+        return vllm_servers.why_not(server, policy, name, pair, device)
+    if device not in devices_of(here := server.engine["device_name"]):
+        return f"it runs on {here}, and this is for {device}: say --device {here}"
+    if any(server.models[part] != pair[part] for part in ("target", "drafts")):
+        return f"it serves {server.engine['model']} as another pair than {name}"
+    return ""
 
 
 def able_servers(

@@ -72,6 +72,8 @@ class WatchedSource(Generic[P]):
         self._current, self.seen = initial, initial.version
         self._fetch, self._prepare, self._acknowledge = fetch, prepare, acknowledge
         self._interval_s, self.patience_s, self._retry = interval_s, patience_s, retry
+        self.beside: Callable[[], None] | None = None
+        """What else is looked at, after each look of the thread, in it."""
         self._outcomes: list[tuple[int, Status, str]] = []
         """Those that are not acknowledged yet, oldest first."""
         self._refusal = self.last_error = self.unfinished = ""
@@ -109,7 +111,7 @@ class WatchedSource(Generic[P]):
         try:
             if published.policy is None:
                 raise SpectuneError(published.problem)
-            with _short_turns():
+            with short_turns():
                 prepared = self._prepare(published.policy, published.version)
             self._current = prepared
         except self._retry:
@@ -138,13 +140,15 @@ class WatchedSource(Generic[P]):
         while not self._stop.wait(self._interval_s):
             try:
                 self.poll()
+                if self.beside is not None:
+                    self.beside()
             except Exception as error:  # another look follows
                 plain = isinstance(error, self._retry)
                 self.last_error = one_line(str(error), REASON_LIMIT) if plain else reason_of(error)
 
 
 @contextmanager
-def _short_turns() -> Iterator[None]:
+def short_turns() -> Iterator[None]:
     """Lets a decoding thread go on at once where another has the interpreter, which capturing
     passes keeps busy: of a round's many calls each could otherwise wait 5 ms for its turn."""
     before = sys.getswitchinterval()

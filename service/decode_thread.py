@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,13 +78,17 @@ class DecodeThread:
         self._waiting, self._running = deque[TextJob](), dict[int, TextJob]()
         self._changed, self._closing = threading.Condition(), False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._began_s = decoder.clock()
+        self._origin_s = time.time() - decoder.clock()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begins; bursts are handed out in ``loop``."""
         self._loop = loop
         self._thread.start()
+
+    def now_s(self) -> float:
+        """Seconds since 1970 by the clock that stamps rounds, which nobody sets back."""
+        return self.decoder.clock() + self._origin_s
 
     @property
     def is_alive(self) -> bool:
@@ -107,7 +112,7 @@ class DecodeThread:
             if self._closing or waiting + len(jobs) > self.limit + free:
                 raise QueueFullError
             for job in jobs:
-                job.arrived_s = self.decoder.clock() - self._began_s
+                job.arrived_s = self.now_s()
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -155,7 +160,7 @@ class DecodeThread:
 
     def _hand_out(self, rounds: Sequence[Round]) -> None:
         self._observe(rounds)
-        ended_s = self.decoder.clock() - self._began_s
+        ended_s = self.now_s()
         bursts = []
         for one in rounds:
             job = self._running.get(id(one.request))

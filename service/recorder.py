@@ -40,13 +40,14 @@ class ServedText:
 class Recorder:
     """Hands texts to the writers of their recordings, in a thread of its own, since to begin a
     recording may wait for the database. ``share``: of the texts whose tokens are stored; of the
-    others rounds alone are."""
+    others rounds alone are. ``boot`` names this start of the server."""
 
     def __init__(
         self, store: TraceStore, pair: LoadedPair, source: PolicySource, share: float
     ) -> None:
         self._store, self._pair, self._source, self._share = store, pair, source, share
-        self._about = {"boot": secrets.token_hex(6)}
+        self.boot = secrets.token_hex(6)
+        self._about = {"boot": self.boot}
         self._queue = queue.Queue[ServedText | None](CAPACITY)
         self._writers: dict[Sampling, TrafficWriter] = {}
         self._labels, self._policies = set[str](), set[str]()
@@ -74,6 +75,11 @@ class Recorder:
             sum(each.pending for each in found) + self._queue.qsize(),
             next((each.error for each in found if each.error), self.error or None),
         )
+
+    @property
+    def recordings(self) -> dict[str, str]:
+        """Where its requests are, by number."""
+        return {str(n): writer.recording for n, writer in enumerate([*self._writers.values()])}
 
     def close(self) -> WriterStatus:
         """Writes what there is, and ends the recordings."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from spectune.db import DatabaseError
 from spectune.optimizer.commands.common import Talk, open_store, pair_of, policy_named
 from spectune.optimizer.commands.decoding import load
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.in_force import ready_plan, watch
+from spectune.optimizer.rollout.own_turns import Turns
 from spectune.optimizer.signals import on_signals
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.loop import PolicySource, StaticSource
+from spectune.runtime.reload import WatchedSource
 from spectune.service.app import Server, make_app
 from spectune.service.counters import Metrics
 from spectune.service.decode_thread import DecodeThread
@@ -58,6 +62,7 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         None,
         deployment=s.deployment,
         together=True,
+        node=_node(),
         # Each request says its own sampling: none is compared with what a policy was tuned for.
         warn=lambda line: None,
     )
@@ -67,6 +72,11 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         yield source
     if source.unfinished:
         talk.tell(source.unfinished)
+
+
+def _node() -> str:
+    """Its name in acknowledgements."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _warm(pair: LoadedPair) -> None:
@@ -87,10 +97,15 @@ def _serve(
     metrics = Metrics()
     share = float(SHARES.get(str(s.texts), s.texts))
     recorder = Recorder(store, pair, source, share) if s.record else None
+    turns, at = None, {"deployment": s.deployment, "node": _node(), "address": url_of(listening)}
+    if recorder is not None and isinstance(source, WatchedSource):
+        source = turns = Turns(store, pair, source, recorder, **at)
     seats = s.seats or (SEATS if pair.device.type == "cpu" else 1)
     decoder = Decoder(pair, source, seats=seats, slots=s.slots)
     finished = {} if recorder is None else {"finished": recorder.put}
     thread = DecodeThread(decoder, s.waiting, observe=metrics.observe, **finished)
+    if turns is not None:
+        turns.begin(thread.now_s)
 
     def gauges() -> dict[tuple[str, str], float]:
         found: dict[tuple[str, str], float] = {
@@ -113,6 +128,9 @@ def _serve(
     finally:
         thread.close()
         status = None if recorder is None else recorder.close()
+        if turns is not None:
+            with suppress(DatabaseError):  # within minutes nobody counts on it anyway
+                turns.close()
     counts = {name: int(value) for (name, labels), value in metrics.counts.items() if not labels}
     tokens = counts.get("vllm:generation_tokens_total", 0)
     recorded = "" if status is None else f", {status.written} texts recorded"

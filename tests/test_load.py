@@ -436,5 +436,5 @@ def test_what_is_searched_for_is_rolled_out_by_hand_and_on_a_schedule(
         (again,) = store.rollouts(is_open=True)
         assert (result["published"], result["rollout"]) == (None, again.id)
         assert (again.actor, again.evidence["study"]) == ("schedule", result["study"])
-    native = server.refused("tune", "--pair", "demo", "--rollout")
-    assert "a rollout is judged by what vLLM servers decode" in native
+    native = server.error("tune", "--pair", "demo", "--rollout")
+    assert "no server follows deployment default" in native

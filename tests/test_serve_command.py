@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -19,10 +18,11 @@ import httpx2
 import pytest
 from databases import opened, put_in_force
 from disks import full, mounts, unmount
-from doors import Door, Started
-from http_server import MODEL, Served, chunks_of, deaf_client, served
+from doors import Door
+from http_server import Served, chunks_of, deaf_client, served
 from pairs import fixed, top_k
 from recorded_texts import request_of
+from serve_process import BODY, answer, follows, metric, process
 from synthetic import policy
 from waiting import PATIENCE_S, eventually
 
@@ -37,7 +37,6 @@ from spectune.traces.schema import Finish
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Trajectory
 
-BODY: dict[str, Any] = {"model": MODEL, "prompt": "def add(a, b):", "max_tokens": 48, "seed": 7}
 POLICIES = [policy("near", fixed(4)), parse_policy(top_k("near", 3, 3, 8)), AUTOREGRESSIVE]
 LEARNS = policy("near", {"kind": "q_learning"})
 """Of one request at a time."""
@@ -51,36 +50,6 @@ def door(tiny_pair: Path, tmp_path: Path) -> Door:
 @pytest.fixture
 def float64(tiny_pair: Path) -> LoadedPair:
     return load_pair(read_pair(str(tiny_pair)), device="cpu", dtype="float64")
-
-
-@contextmanager
-def process(door: Door, **options: Any) -> Iterator[tuple[Started, str]]:
-    """The command as a process of its own, and its URL."""
-    how = {"pair": door.pair, "port": 0, "dtype": "float64", **options}
-    started = door.start("serve", **how)
-    try:
-        line = started.stderr.readline()
-        found = re.match(r"serving tiny-llama on (http://127.0.0.1:\d+)/v1 under ", line)
-        assert found is not None, line
-        yield started, found[1]
-    finally:
-        started.kill()
-
-
-def answer(url: str, **body: Any) -> dict[str, Any]:
-    response = httpx2.post(f"{url}/v1/completions", json={**BODY, **body}, timeout=PATIENCE_S)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
-
-
-def metric(url: str, name: str) -> float:
-    lines = httpx2.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
-    return next((float(x.split()[-1]) for x in lines if x.startswith(name)), 0.0)
-
-
-def follows(url: str, version: int) -> bool:
-    return metric(url, "spectune_policy_version") == version
 
 
 def texts_of(store: TraceStore) -> list[Trajectory]:

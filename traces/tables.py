@@ -534,13 +534,14 @@ class WatchedDeployment(Value):
 
 class FollowedServer(Value):
     """One ``boot`` of an engine whose folder `follow` reads: up to where its files are in
-    (``bytes`` of the file of that number), and what came of them. ``engine``: how it serves.
-    ``requests`` are in ``recordings`` (ids, by the digest of what each is of); ``skipped`` lines
-    were broken.
+    (``bytes`` of the file of that number), and what came of them; or of `serve`, which says itself
+    how it is. ``engine``: how it serves. ``requests`` are in ``recordings`` (ids, by the digest of
+    what each is of); ``skipped`` lines were broken.
 
     ``place``: its host and folder, where a later boot takes the place of an earlier one; ``node``:
     its name in acknowledgements; ``models``: what it has loaded
-    (:class:`engines.vllm.servers.Models`). ``heard_at``: when its agent said something last, None
+    (:class:`engines.vllm.servers.Models`; of `serve` :attr:`runtime.pair.PairSpec.models`).
+    ``heard_at``: when its agent said something last, None
     of one that ended before it was followed; ``looked_at``: when `follow` looked last. ``dropped``:
     requests that its agent lost; ``fault``: why that failed, empty where it did not."""
 

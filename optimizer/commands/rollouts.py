@@ -22,7 +22,7 @@ from spectune.runtime.policies.document import Policy
 from spectune.settings import PoliciesAbort, PoliciesRollout, PoliciesThaw
 from spectune.traces.errors import ConfigError, PolicyError
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import Rollout
+from spectune.traces.tables import FollowedServer, Rollout
 
 SHORTEST_BLOCK_S = 3.0
 
@@ -57,6 +57,16 @@ def rollout(s: PoliciesRollout, talk: Talk) -> Result:
     return Result(in_words(ended), ended.to_json(), exit_code=1 if is_left else 0)
 
 
+def servers_of(store: TraceStore, deployment: str) -> list[FollowedServer]:
+    """Those that may take turns in a deployment. Raises PolicyError where none is there."""
+    if there := Servers.of(store).of_deployment(deployment):
+        return there
+    raise PolicyError(
+        f"no server follows deployment {deployment}: a rollout is judged by what servers decode; "
+        "start `follow` there, or `serve`"
+    )
+
+
 def begin(
     store: TraceStore,
     policy: Policy,
@@ -77,12 +87,7 @@ def begin(
         raise PolicyError(why)
     if over is not None and over.policy_id == policy.id:
         raise PolicyError(f"{policy.label()} is in force already, as version {over.version}")
-    there = Servers.of(store).of_deployment(deployment)
-    if not able_servers(there, policy, (pair.name, pair.models), device, tell):
-        raise PolicyError(
-            f"no server follows deployment {deployment}: a rollout is judged by what servers "
-            "decode; start `follow` there"
-        )
+    able_servers(servers_of(store, deployment), policy, (pair.name, pair.models), device, tell)
     for open_one in store.rollouts(deployment, is_open=True):
         is_here = (open_one.pair_id, open_one.device) == (pair_id, device)
         if is_here and open_one.policy_id == policy.id:

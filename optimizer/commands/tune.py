@@ -36,8 +36,8 @@ from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.rollouts import begin
-from spectune.optimizer.commands.tune_settings import NO_ROLLOUT, bench_of, checked
+from spectune.optimizer.commands.rollouts import begin, servers_of
+from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import EngineRun, check_options, prompts_of, record_on
@@ -61,7 +61,7 @@ from spectune.runtime.pair import PairSpec
 from spectune.runtime.policies.document import Policy
 from spectune.runtime.text_codec import load_codec
 from spectune.settings import PoliciesActivate, PoliciesShow, RunCommand, Tune
-from spectune.traces.errors import ConfigError, TraceError
+from spectune.traces.errors import TraceError
 from spectune.traces.store import TraceStore
 from spectune.traces.tables import Recording, Rollout
 
@@ -109,8 +109,9 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     bench_name = bench_of(s)
     if bench_name == "engine" and s.engine is None and not s.serve and s.recording is not None:
         bench_name = recording_meant(s, store, s.recording).engine
-    if bench_name == "native" and s.rollout:
-        raise ConfigError(NO_ROLLOUT)
+    if s.rollout and s.publish:
+        # Who is to prove it is asked for before it is known what.
+        servers_of(store, deployment_for(s, bench_name if bench_name == "native" else VLLM.name))
     benches = {"native": on_decoder, "server": on_server}
     ready = benches.get(bench_name, on_engine)
     with ready(store, s, talk, account or Account()) as (bench, place, options, restart):
@@ -123,7 +124,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
             text = result.text + under_load.next_of(policy, place, s)
             if s.rollout and s.publish:
                 about: dict[str, Any] = {"recording": bench.info.id, "study": bench.search.study_id}
-                begun = _roll_out(store, bench.info, policy, place, talk, account, about)
+                begun = _roll_out(store, bench, policy, place, talk, account, about)
                 winner = {"policy": policy.id, "label": policy.label()}
                 about |= {"winner": winner, "report": None, "rollout": begun.to_json()}
                 data = {**data, **about, "reason": in_words(begun)}
@@ -151,9 +152,8 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     where = f"in deployment {place.deployment} on {place.device}"
     lines.append(closing(tuned, where, _hints(tuned, page, place, s)) + tail)
     if s.rollout and s.publish and tuned.deploys:
-        assert isinstance(bench, LoadBench)
         evidence = tuned.to_json()
-        begun = _roll_out(store, bench.info, tuned.winner.policy, place, talk, account, evidence)
+        begun = _roll_out(store, bench, tuned.winner.policy, place, talk, account, evidence)
         data["rollout"] = begun.to_json()
         lines.append(in_words(begun))
     return Result("\n".join(lines), data, result.rows, tables, failed=failed)
@@ -161,25 +161,30 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
 
 def _roll_out(
     store: TraceStore,
-    info: Recording,
+    bench: Tunable,
     policy: Policy,
     place: Place,
     talk: Talk,
     account: Account | None,
     evidence: Mapping[str, Any],
 ) -> Rollout:
-    """Begins the rollout of what a tuning of an engine chose, once per key of its account."""
+    """Begins the rollout of what a tuning chose, once per key of its account."""
     account = account or Account()
+    if isinstance(bench, PairBench):
+        pair_id, recording = bench.pair.id, bench.recording.id
+    else:
+        assert isinstance(bench, LoadBench)
+        pair_id, recording = bench.info.pair_id, bench.info.id
     return begin(
         store,
         policy,
-        info.pair_id,
+        pair_id,
         place,
         talk.tell,
         actor=account.actor,
         idempotency_key=account.key,
         guard=account.guard,
-        reason=f"tuned on recording {info.id}",
+        reason=f"tuned on recording {recording}",
         evidence=evidence,
     )
 

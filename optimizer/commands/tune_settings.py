@@ -20,11 +20,6 @@ QUICK: Final[dict[str, dict[str, Any]]] = {
     "sampling": {"max_new_tokens": 48},
 }
 """What ``quick`` makes of settings that nobody said."""
-NO_ROLLOUT: Final = (
-    "--rollout: a rollout is judged by what vLLM servers decode that are followed; say "
-    "--engine vllm or --url"
-)
-"""What is said of a rollout on the native decoder."""
 
 
 def bench_of(s: Tune) -> str:
@@ -60,8 +55,6 @@ def checked(s: T, talk: Talk) -> T:
         raise ConfigError(
             "--arrivals recorded: name whose traffic is meant: --engine vllm, or --recording"
         )
-    if s.rollout and bench == "native":
-        raise ConfigError(NO_ROLLOUT)
     objective_of(s.load)
     if s.load.arrivals and not s.load.arrivals.startswith("recorded"):
         loads_of(s.load.arrivals, (), 1, unit=s.load.unit)  # what is wrong is told at once

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from spectune.db.database_errors import DatabaseError, StaleVersionError
 from spectune.engines.vllm.folder import seed_for
-from spectune.engines.vllm.servers import why_not
-from spectune.optimizer.followed_servers import Servers
+from spectune.optimizer.followed_servers import Servers, why_not
 from spectune.optimizer.rollout.decision import BlockPair, Look, judge
 from spectune.optimizer.rollout.round_blocks import BlockTurns, Tally
 from spectune.runtime.policies.document import parse_policy
@@ -52,7 +51,7 @@ class Conductor:
     lease_s: float = LEASE_S
     _tallies: dict[tuple[str, float], Tally] = field(default_factory=dict)
     _read: dict[str, int] = field(default_factory=dict)
-    """By boot, the last request that was counted."""
+    """By recording, the last request that was counted."""
     _looks: tuple[Look, ...] = ()
 
     @property
@@ -116,9 +115,7 @@ class Conductor:
     def _turns(self, able: Mapping[str, FollowedServer]) -> tuple[set[str], str]:
         """The boots that take turns, whose tallies are begun; and why one of them does not."""
         rollout, taking = self.rollout, set[str]()
-        incumbent = ""
-        if rollout.incumbent is not None:
-            incumbent = self.store.published_policy_id(rollout.incumbent) or ""
+        published = rollout.incumbent and self.store.published_policy_id(rollout.incumbent)
         for turn in self.store.turns(rollout.id):
             if turn.problem:
                 where = able[turn.boot].node if turn.boot in able else turn.boot
@@ -129,6 +126,7 @@ class Conductor:
             key = turn.boot, turn.since
             if key not in self._tallies:
                 seed = seed_for(rollout.seed, turn.boot)
+                incumbent = published or able[turn.boot].engine.get("own_policy", "")
                 policies = incumbent, rollout.policy_id
                 name = able[turn.boot].place
                 turns = BlockTurns(name, turn.since, seed, *policies, block_s=rollout.block_s)
@@ -141,8 +139,8 @@ class Conductor:
         boots = {boot for boot, _ in self._tallies}
         for boot in boots:
             began = sorted(key for key in self._tallies if key[0] == boot)
-            for ordinal, steps in self.store.served_by(boot, since, self._read.get(boot, -1)):
-                self._read[boot] = ordinal
+            for (name, ordinal), steps in self.store.served_by(boot, since, {**self._read}):
+                self._read[name] = ordinal
                 for key in began:
                     self._tallies[key].add(steps)
         ended = []

@@ -82,13 +82,19 @@ class Followed(Storage):
             return session.get_one(FollowedServer, boot)
 
     def hear(
-        self, boot: str, deployment: str, heard_at: datetime, dropped: int = 0, fault: str = ""
+        self,
+        boot: str,
+        deployment: str,
+        heard_at: datetime | None,
+        dropped: int = 0,
+        fault: str = "",
+        **more: Any,
     ) -> None:
-        """Stores when the agent of a boot, followed for a deployment, said something last, and how
-        it is (:class:`FollowedServer`)."""
+        """Stores when a boot, followed for a deployment, said something last, None of one that has
+        ended; and how it is, with ``more`` fields of it (:class:`FollowedServer`)."""
         f = FollowedServer
-        values = {"deployment": deployment, "heard_at": heard_at, "looked_at": self.clock()}
-        values |= {"dropped": dropped, "fault": fault}
+        more |= {"dropped": dropped, "fault": fault}
+        values = {"deployment": deployment, "heard_at": heard_at, "looked_at": self.clock(), **more}
         with self.database.write() as session:
             session.execute(update(f).where(f.boot == boot).values(**values))
 
@@ -184,9 +190,11 @@ class Followed(Storage):
             return self._bytes(session, self._recordings_of(session, pair_ids))
 
     def _recordings_of(self, session: Session, pair_ids: Collection[str]) -> list[str]:
+        """Of servers that `follow` follows: of `serve` nobody asked to forget."""
         f = FollowedServer
-        by_server = session.scalars(select(f.recordings).where(f.pair_id.in_(pair_ids)))
-        return sorted({name for names in by_server for name in names.values()})
+        by_server = session.execute(select(f.engine, f.recordings).where(f.pair_id.in_(pair_ids)))
+        read = [names for engine, names in by_server if engine["engine"] != "native"]
+        return sorted({name for names in read for name in names.values()})
 
     def _bytes(self, session: Session, names: Collection[str]) -> int:
         t, p = Trajectory, Panorama

@@ -145,18 +145,24 @@ class Rollouts(Publications):
             return tuple(session.scalars(ordered))
 
     def served_by(
-        self, boot: str, since: datetime, after: int = -1
-    ) -> Iterator[tuple[int, tuple[Step, ...]]]:
-        """The rounds of the requests of a followed boot that ended ``since`` a moment, by their
-        ordinals, of those ``after`` one, in order; a batch in memory at a time."""
-        t = Trajectory
+        self, boot: str, since: datetime, after: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[tuple[str, int], tuple[Step, ...]]]:
+        """The rounds of the requests of a boot that ended ``since`` a moment, by recording and
+        ordinal; of each recording those ``after`` an ordinal, in order, a batch in memory at a
+        time."""
         with self.database.read() as session:
             server = session.get(FollowedServer, boot)
-        names = () if server is None else tuple(server.recordings.values())
-        while names:
+        for name in () if server is None else server.recordings.values():
+            yield from self._served_in(name, since, (after or {}).get(name, -1))
+
+    def _served_in(
+        self, name: str, since: datetime, after: int
+    ) -> Iterator[tuple[tuple[str, int], tuple[Step, ...]]]:
+        t = Trajectory
+        while True:
             query = (
                 select(t)
-                .where(t.recording_id.in_(names), t.created_at >= since, t.ordinal > after)
+                .where(t.recording_id == name, t.created_at >= since, t.ordinal > after)
                 .order_by(t.ordinal)
                 .limit(BATCH)
                 .options(undefer(t.steps))
@@ -166,7 +172,7 @@ class Rollouts(Publications):
             for row in rows:
                 after = row.ordinal
                 if row.steps is not None and not isinstance(row.steps, Damaged):
-                    yield after, row.steps
+                    yield (name, after), row.steps
             if len(rows) < BATCH:
                 return
 
