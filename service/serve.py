@@ -14,7 +14,7 @@ from spectune.optimizer.commands.decoding import load
 from spectune.optimizer.commands.results import Result
 from spectune.optimizer.execute import DecodeOptions, encode, warm
 from spectune.optimizer.in_force import ready_plan, watch
-from spectune.optimizer.rollout.own_turns import Turns
+from spectune.optimizer.rollout.own_turns import TakesTurns
 from spectune.optimizer.signals import on_signals
 from spectune.runtime.decoder import Decoder
 from spectune.runtime.loading import LoadedPair
@@ -99,7 +99,7 @@ def _serve(
     recorder = Recorder(store, pair, source, share) if s.record else None
     turns, at = None, {"deployment": s.deployment, "node": _node(), "address": url_of(listening)}
     if recorder is not None and isinstance(source, WatchedSource):
-        source = turns = Turns(store, pair, source, recorder, **at)
+        source = turns = TakesTurns(store, pair, source, recorder, **at)
     seats = s.seats or (SEATS if pair.device.type == "cpu" else 1)
     decoder = Decoder(pair, source, seats=seats, slots=s.slots)
     finished = {} if recorder is None else {"finished": recorder.put}

@@ -177,7 +177,7 @@ def test_the_commands_of_the_pages_run_on_a_pair(
                 ran += 1
     run(next(ours("docs/workloads.md")))
     run(next(ours("docs/engines.md")))
-    assert ran > 30
+    assert ran >= 30
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from spectune.engines.vllm.folder import is_candidates, seed_for
 from spectune.engines.vllm.follow_policy import TTL_S
 from spectune.optimizer.in_force import watch
 from spectune.optimizer.rollout.decision import BLOCK_S
-from spectune.optimizer.rollout.own_turns import Turns
+from spectune.optimizer.rollout.own_turns import TakesTurns
 from spectune.runtime.loading import LoadedPair, load_pair
 from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy
@@ -171,7 +171,7 @@ class Taking:
         recorder = Recorder(store, pair, published, 1.0)
         stack.callback(recorder.close)
         at = {"deployment": "default", "node": "node", "address": "here"}
-        self.turns = Turns(self.store, pair, published, recorder, **at)
+        self.turns = TakesTurns(self.store, pair, published, recorder, **at)
         self.turns.begin(lambda: self.now)
         self.turns.look()
         store.put_policy(NEW.id, NEW.spelled_out(), NEW.label())

@@ -308,13 +308,14 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
     """C2T's verified tokens over those of EAGLE-2 at the same tau; greedy also the speed of both
     tuned."""
     rows: list[Document] = []
+    at = " 1" if temperature else ""
     for h, draft, cell in cells(temperature, quick):
         source = tree_source(h.store, h.recording, draft)
         artifact = fit_classifier(source).artifact
         curve, why = tree_curve(h, draft), Ranking.of(h, draft).why(h.find(artifact))
         for beta in (0.4, 0.6, 0.8):
             new = classified(draft, artifact, beta)
-            rows.append(at_equal_tau("nodes", f"{cell}, beta {beta}", h, new, curve, why))
+            rows.append(at_equal_tau(f"nodes{at}", f"{cell}, beta {beta}", h, new, curve, why))
         if temperature:
             continue
         for name, profile in costs(quick).items():

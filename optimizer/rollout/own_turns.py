@@ -28,7 +28,7 @@ TOLD_S = 15.0
 block."""
 
 
-class Recorded(Protocol):
+class RecordedTraffic(Protocol):
     """What is served, as it is recorded: in which recordings, and what became of it. ``boot`` names
     the start of the server."""
 
@@ -43,7 +43,7 @@ class Recorded(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
+class OwnTrial:
     """A rollout's candidate made ready. ``since``: when its first block began, and ``ends``: when
     it ends if the database says it no more, by the clock that stamps rounds."""
 
@@ -60,7 +60,7 @@ class Trial:
         return now < self.ends and is_candidates(self.seed, block)
 
 
-class Turns:
+class TakesTurns:
     """A policy source: of ``published``, and block by block of the candidate of a rollout that
     somebody conducts. Its looks are in the thread of ``published``, which makes policies ready, one
     at a time. ``now_s``: the clock that stamps rounds.
@@ -73,7 +73,7 @@ class Turns:
         store: TraceStore,
         pair: LoadedPair,
         published: WatchedSource[Plan],
-        recorded: Recorded,
+        recorded: RecordedTraffic,
         *,
         deployment: str,
         node: str,
@@ -83,7 +83,7 @@ class Turns:
         self.deployment, self.node = deployment, node
         self.place = f"{socket.gethostname()}:{address}"
         self.now_s: Callable[[], float] = time.time
-        self._trial: Trial | None = None
+        self._trial: OwnTrial | None = None
         self._told_s, self._is_known = -TOLD_S, False
         self._refused = set[int]()
         """Rollouts whose policy cannot run here."""
@@ -154,7 +154,7 @@ class Turns:
             and rollout.id not in self._refused
         )
 
-    def _trial_of(self, rollout: Rollout) -> Trial | None:
+    def _trial_of(self, rollout: Rollout) -> OwnTrial | None:
         last, now = self._trial, self.now_s()
         take_turns = partial(self.store.take_turns, rollout.id, self.recorded.boot)
         if last is None or last.rollout != rollout.id:
@@ -168,7 +168,7 @@ class Turns:
                 return None
             now = self.now_s()
             seed = seed_for(rollout.seed, self.recorded.boot)
-            last = Trial(rollout.id, plan, seed, rollout.block_s, now, now)
+            last = OwnTrial(rollout.id, plan, seed, rollout.block_s, now, now)
             take_turns(now)
         return replace(last, ends=now + TTL_S)
 
