@@ -673,6 +673,9 @@ class PoliciesRollback(Placed):
     wait: Duration | None = setting(None, WAIT)
 
 
+BLOCK = "Length of a rollout's blocks, one of each policy in turns."
+
+
 class PoliciesRollout(Placed):
     """Have a policy take turns with what is in force on the servers that are followed, by blocks,
     until it is proved faster and published, does harm, or neither is shown. It is conducted until
@@ -686,9 +689,7 @@ class PoliciesRollout(Placed):
         None, "Revert where 95% of the first tokens come no sooner."
     )
     conduct: bool = setting(True, "Conduct it here: leave that to `schedule run`.")
-    block: Duration = setting(
-        45.0, "Length of the blocks, one of each policy in turns.", hidden=True
-    )
+    block: Duration = setting(45.0, BLOCK, hidden=True)
 
 
 class PoliciesAbort(Placed):
@@ -941,6 +942,7 @@ class Tune(InPlace, OnWorkload):
         False,
         "Publish by a rollout, which proves it on the servers' traffic.",
     )
+    block: Duration = setting(45.0, BLOCK, hidden=True)
     fresh: bool = setting(
         False, "Record and profile anew, whatever is stored.", hidden=True, acts="native server"
     )

@@ -4,11 +4,12 @@ it tuned for, and is what is then in force the best there.
     python bench/run.py serve_circle [--quick]
 
 `serve` records what it serves to a few clients under a policy that somebody chose by hand; each
-labels its requests. A schedule with `--since` and `control` are left alone. Code goes on for a
-while, which may give no alarm; then all is prose, until a tuning has ended. Time is compressed:
-`control` looks for drift every few seconds in place of ten minutes. What is then in force is held,
-by replay of the prose that was served, against what `tune` finds there at rest; what a tuning costs
-the traffic beside it is tokens/s while one runs over those before. The figures go to
+labels its requests. A schedule with `--since` and `--rollout`, and `control`, are left alone. Code
+goes on for a while, which may give no alarm; then all is prose, until a tuning and its rollout have
+ended. Time is compressed: `control` looks for drift every few seconds in place of ten minutes, and
+the rollout's blocks are short. What is then in force is held, by replay of the prose that was
+served, against what `tune` finds there at rest; what a tuning costs the traffic beside it is
+tokens/s while one runs over those before. The figures go to
 ``bench/results/serve-circle.json``.
 """
 
@@ -34,8 +35,9 @@ from spectune.traces.store import TraceStore
 RESULT = "serve-circle"
 CLIENTS, TOKENS, LOOK = 4, 48, "5s"
 WATCHED, TURN, ALARM = "control watches", "code turns into prose", "alarm"
-DECIDED, TUNED = "a tuning is due", "a tuning has ended"
-BY_HAND = chain("small", 4)
+DECIDED, TUNED, ENDED = "a tuning is due", "a tuning has ended", "its rollout has ended"
+BLOCK = "3s"
+BY_HAND = chain("small", 8)
 """What somebody had chosen before."""
 WITHIN = 0.97
 """How fast what is in force is to be at least, of what a tuning on prose alone finds."""
@@ -139,14 +141,17 @@ def measure(quick: bool) -> dict[str, Any]:
             for policy in (in_force.policy.id, best["winner"]["id"])
         ]
         alarms = [alarm.to_json() for alarm in store.alarms(DEPLOYMENT)]
+        rollouts = store.rollouts(DEPLOYMENT)
     share, early = speeds[0] / speeds[1], [a for a in alarms if a["at"] < circle.turned.isoformat()]
-    delay_s = {k: circle.moments[k] - circle.moments[TURN] for k in (ALARM, DECIDED, TUNED)}
+    delay_s = {k: circle.moments[k] - circle.moments[TURN] for k in (ALARM, DECIDED, TUNED, ENDED)}
+    told = [f"{r.policy.label} {r.verdict}" for r in reversed(rollouts)] or ["none was begun"]
     cost = circle.tokens_per_s(DECIDED, TUNED) / circle.tokens_per_s(WATCHED, TURN)
     failed = [a.problem for a in circle.clients.answers if a.status not in (200, 429)]
     return {
         "summary": f"{len(early)} alarms in {circle.answered(TURN)} requests of code; prose is "
         f"seen after {delay_s[ALARM]:.0f} s ({circle.answered(ALARM) - circle.answered(TURN)} "
-        f"requests), tuned for after {delay_s[TUNED]:.0f} s; in force is then "
+        f"requests), tuned for after {delay_s[TUNED]:.0f} s, and rolled out "
+        f"after {delay_s[ENDED]:.0f} s ({', '.join(told)}); in force is then "
         f"{in_force.policy.label}, by replay {share:.3f} times as fast there as "
         f"{best['winner']['label']}, which a tuning at rest finds; beside a tuning the traffic "
         f"gets {cost:.2f} of its tokens/s; {len(failed)} requests failed",
@@ -155,6 +160,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "cost": cost,
         "delay_s": delay_s,
         "alarms": alarms,
+        "rollouts": [r.to_json() for r in rollouts],
         "in_force": in_force.policy.document,
         "best": best["winner"],
         "failed": failed[:5],
@@ -170,9 +176,12 @@ def run_through(
 ) -> None:
     """The circle, amid traffic: from code without a policy to prose under what was tuned for it."""
     store, recent = circle.store, ("--since", "24h")
+    rollout = "--rollout", "--set", f"block={BLOCK}"
     publish(store, BY_HAND, PAIR.id)
     time.sleep(size.before_s)
-    run_json("--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent)
+    run_json(
+        "--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent, *rollout
+    )
     with control(database):
         circle.note(WATCHED)
         time.sleep(size.stationary_s)
@@ -180,6 +189,7 @@ def run_through(
         circle.wait(ALARM, lambda: any(a.at >= circle.turned for a in store.alarms(DEPLOYMENT)))
         circle.wait(DECIDED, lambda: any(a.due_at for a in store.alarms(DEPLOYMENT)))
         circle.wait(TUNED, lambda: bool(history(store.database, "keep")))
+        circle.wait(ENDED, lambda: not store.rollouts(DEPLOYMENT, is_open=True))
         time.sleep(size.settled_s)
 
 

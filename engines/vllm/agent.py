@@ -38,7 +38,7 @@ import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 LOG = logging.getLogger("vllm.spectune")
-VERSIONS = ("0.32",)  # run in a capture; others check themselves first (compat.toml)
+VERSIONS = ("0.32", "0.33")  # run in a capture; others check themselves first (compat.toml)
 SELF_CHECK_ROUNDS = 256
 POLL_S, RETRY_S, STATUS_S, PAUSE_S = 0.25, 1.0, 1.0, 0.0005
 FILE_BYTES, MAX_FILES = 8 << 20, 64  # of all starts of the server together

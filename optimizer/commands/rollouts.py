@@ -29,8 +29,7 @@ SHORTEST_BLOCK_S = 3.0
 
 def rollout(s: PoliciesRollout, talk: Talk) -> Result:
     spec, device = pair_of(s), device_of(s.device)
-    if not SHORTEST_BLOCK_S <= s.block <= 600:
-        raise ConfigError(f"--set block={s.block:g}: 3 s to 10 minutes are expected")
+    check_block(s.block)
     if s.conduct:
         import_module("scipy.special")  # of its bounds: refused before anything begins
     with open_store(s) as store:
@@ -55,6 +54,12 @@ def rollout(s: PoliciesRollout, talk: Talk) -> Result:
         ended = store.rollout(begun.id) or begun
     is_left = s.conduct and ended.verdict not in (None, "promoted")
     return Result(in_words(ended), ended.to_json(), exit_code=1 if is_left else 0)
+
+
+def check_block(block_s: float) -> None:
+    """Raises ConfigError where the blocks of a rollout cannot be so long."""
+    if not SHORTEST_BLOCK_S <= block_s <= 600:
+        raise ConfigError(f"--set block={block_s:g}: 3 s to 10 minutes are expected")
 
 
 def servers_of(store: TraceStore, deployment: str) -> list[FollowedServer]:

@@ -36,7 +36,7 @@ from spectune.optimizer.commands.decoding import load as load_models
 from spectune.optimizer.commands.outcomes import tuning_result
 from spectune.optimizer.commands.report import page_of
 from spectune.optimizer.commands.results import Result
-from spectune.optimizer.commands.rollouts import begin, servers_of
+from spectune.optimizer.commands.rollouts import begin, check_block, servers_of
 from spectune.optimizer.commands.tune_settings import bench_of, checked
 from spectune.optimizer.deployment import Place
 from spectune.optimizer.execute import DecodeOptions
@@ -110,6 +110,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     if bench_name == "engine" and s.engine is None and not s.serve and s.recording is not None:
         bench_name = recording_meant(s, store, s.recording).engine
     if s.rollout and s.publish:
+        check_block(s.block)
         # Who is to prove it is asked for before it is known what.
         servers_of(store, deployment_for(s, bench_name if bench_name == "native" else VLLM.name))
     benches = {"native": on_decoder, "server": on_server}
@@ -124,7 +125,7 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
             text = result.text + under_load.next_of(policy, place, s)
             if s.rollout and s.publish:
                 about: dict[str, Any] = {"recording": bench.info.id, "study": bench.search.study_id}
-                begun = _roll_out(store, bench, policy, place, talk, account, about)
+                begun = _roll_out(store, bench, policy, place, s, talk, account, about)
                 winner = {"policy": policy.id, "label": policy.label()}
                 about |= {"winner": winner, "report": None, "rollout": begun.to_json()}
                 data = {**data, **about, "reason": in_words(begun)}
@@ -153,7 +154,8 @@ def tune_in(store: TraceStore, s: Tune, talk: Talk, account: Account | None = No
     lines.append(closing(tuned, where, _hints(tuned, page, place, s)) + tail)
     if s.rollout and s.publish and tuned.deploys:
         evidence = tuned.to_json()
-        begun = _roll_out(store, bench, tuned.winner.policy, place, talk, account, evidence)
+        policy = tuned.winner.policy
+        begun = _roll_out(store, bench, policy, place, s, talk, account, evidence)
         data["rollout"] = begun.to_json()
         lines.append(in_words(begun))
     return Result("\n".join(lines), data, result.rows, tables, failed=failed)
@@ -164,6 +166,7 @@ def _roll_out(
     bench: Tunable,
     policy: Policy,
     place: Place,
+    s: Tune,
     talk: Talk,
     account: Account | None,
     evidence: Mapping[str, Any],
@@ -181,6 +184,7 @@ def _roll_out(
         pair_id,
         place,
         talk.tell,
+        block_s=s.block,
         actor=account.actor,
         idempotency_key=account.key,
         guard=account.guard,
