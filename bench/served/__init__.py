@@ -34,6 +34,8 @@ PARTS = {
     "rounds_real": part_of("rounds", function="measure_real"),
     "retrace_cost": part_of("retrace_cost"),
     "publications": part_of("publications"),
+    "trials": part_of("trials"),
+    "trials_stub": part_of("trials", function="measure_stub"),
     "predictions": part_of("load"),
     "overhead": part_of("overhead"),
     "tune_url": part_of("tune_url"),
