@@ -38,6 +38,7 @@ from spectune.optimizer.rollout import conductor
 from spectune.runtime.policies.document import AUTOREGRESSIVE
 from spectune.traces.errors import EngineError
 from spectune.traces.store import TraceStore
+from spectune.traces.tables import Rollout
 
 FAULTS = {
     "worker": "kill -9 of the worker",
@@ -144,12 +145,9 @@ class Site(ABC):
     def suffer(self, fault: str) -> None:
         """Begins a trial, does harm amid it, and waits for what follows; repairs it, and returns
         once all is stored that was noted until then."""
-        publish(self.store, INCUMBENT)
-        self.store.thaw("vllm")
-        self.worker = self.start_worker()
-        eventually(lambda: self.store.rollouts("vllm", is_open=True))
-        (rollout,) = self.store.rollouts("vllm", is_open=True)
-        eventually(lambda: self.tried() == [rollout.trial_version] * len(self.folders))
+        rollout = self.begin()
+        while self.tried() != [rollout.trial_version] * len(self.folders):
+            rollout = self.begin()  # it has ended already, with a verdict
         time.sleep(2 * self.lasts.block)
         self.kept.note()
         self.faults[rollout.trial_version], began = fault, time.monotonic()
@@ -166,6 +164,22 @@ class Site(ABC):
         _kill(self.worker)
         self.await_stored()
         say(f"{fault}: {time.monotonic() - began:.0f} s")
+
+    def begin(self) -> Rollout:
+        """A rollout that every server takes part in, unless it has ended meanwhile."""
+        before = len(self.store.rollouts("vllm"))
+        publish(self.store, INCUMBENT)
+        self.store.thaw("vllm")
+        self.worker = self.start_worker()
+        eventually(lambda: len(self.store.rollouts("vllm")) > before)
+        rollout = self.store.rollouts("vllm", limit=1)[0]
+        eventually(
+            lambda: (
+                self.tried() == [rollout.trial_version] * len(self.folders)
+                or not self.store.rollouts("vllm", is_open=True)
+            )
+        )
+        return rollout
 
     def kill_worker(self) -> None:
         _kill(self.worker)
@@ -398,7 +412,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 def measure_stub(quick: bool) -> dict[str, Any]:
     """With several stand-ins and one database, by shorter times."""
-    lasts = Durations(1.0, 1.5, 4.0, lease=1.5, ttl=2.5, renew=0.5)
+    lasts = Durations(2.0, 1.5, 4.0, lease=1.5, ttl=2.5, renew=0.5)
     with _setup() as setup, closing(StubSite(setup, lasts)) as site:
         site.start_follows()
         eventually(lambda: len(setup.store.followed_servers()) == STUBS)
