@@ -323,10 +323,7 @@ class StubSite(Site):
         return _begun(_follow, self.setup.database.url, folder, self.lasts)
 
     def start_worker(self) -> Any:
-        over = self.store.active_publication(PAIR.id, "cpu", "vllm")
-        how = {"block_s": self.lasts.block, "actor": "bench"}
-        begun = begin(self.store, CANDIDATE, PAIR.id, Place("cpu", "vllm", over), say, **how)
-        return _begun(_conduct, self.setup.database.url, begun.id, self.lasts)
+        return _begun(_conduct, self.setup.database.url, self.lasts)
 
     def end_servers(self) -> list[dict[str, int]]:
         """What each says to have served, noted and dropped since it was started last."""
@@ -352,10 +349,14 @@ def _follow(url: str, folder: Path, lasts: Durations) -> None:
         Follower(store, folder, "vllm", lambda _: None, pair=PAIR).run(threading.Event())
 
 
-def _conduct(url: str, number: int, lasts: Durations) -> None:
+def _conduct(url: str, lasts: Durations) -> None:
+    """Begins a rollout, by the clock that steps, and conducts it."""
     conductor.FIRST_PAIRS = 0  # type: ignore[misc]
-    how = {"number": number, "look_s": lasts.lease / 5, "lease_s": lasts.lease}
     with opened(url) as store:
+        place = Place("cpu", "vllm", store.active_publication(PAIR.id, "cpu", "vllm"))
+        of = {"block_s": lasts.block, "actor": "bench"}
+        number = begin(store, CANDIDATE, PAIR.id, place, say, **of).id
+        how = {"number": number, "look_s": lasts.lease / 5, "lease_s": lasts.lease}
         conductor.conduct(store, threading.Event(), lambda _: None, **how)
 
 
