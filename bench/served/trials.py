@@ -254,9 +254,13 @@ class VllmSite(Site):
         os.killpg(died.pid, signal.SIGKILL)
         died.wait(PATIENCE_S)
         with self.server.log.open("ab") as log:
-            how = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
             started = subprocess.Popen(
-                died.args, env=self._environment, start_new_session=True, **how
+                died.args,
+                env=self._environment,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
             )
         self.server.process = started
         self.server.wait_until_ready()
