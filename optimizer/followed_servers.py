@@ -95,7 +95,7 @@ def why_not(
     """Why a server will not run a policy that is published on a device for a pair, by its name and
     its :attr:`PairSpec.models`; empty where it can, as far as is known: `serve` refuses what it
     cannot make ready."""
-    if server.engine["engine"] != "native":
+    if server.engine.get("engine") != "native":
         return vllm_servers.why_not(server, policy, name, pair, device)
     if device not in devices_of(here := server.engine["device_name"]):
         return f"it runs on {here}, and this is for {device}: say --device {here}"

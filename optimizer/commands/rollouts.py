@@ -47,8 +47,11 @@ def rollout(s: PoliciesRollout, talk: Talk) -> Result:
             actor="cli",
             reason=s.reason or "rolled out by hand",
         )
-        talk.tell(in_words(begun))
-        if s.conduct:
+        if not s.conduct:
+            talk.tell(in_words(begun))
+        else:
+            left = "ended before, it waits for `schedule run`, `control` or this command again"
+            talk.tell(f"rollout {begun.id} of {policy.label()} is conducted here; {left}")
             with stop_on_signals(stop := threading.Event()):
                 conduct(store, stop, talk.tell, number=begun.id)
         ended = store.rollout(begun.id) or begun

@@ -13,7 +13,8 @@ def in_words(row: Rollout) -> str:
     about = f"rollout {row.id} of {row.policy.label} against {against} in {row.deployment}"
     if row.verdict is not None:
         return f"{about}: {row.verdict}: {row.why}"
-    told = row.standing.get("told", "it waits for a worker: `schedule run` conducts it")
+    waits = "it waits for a worker: `schedule run` and `control` conduct it"
+    told = row.standing.get("told", waits)
     return f"{about}: {told}"
 
 

@@ -193,7 +193,7 @@ class Followed(Storage):
         """Of servers that `follow` follows: of `serve` nobody asked to forget."""
         f = FollowedServer
         by_server = session.execute(select(f.engine, f.recordings).where(f.pair_id.in_(pair_ids)))
-        read = [names for engine, names in by_server if engine["engine"] != "native"]
+        read = [names for engine, names in by_server if engine.get("engine") != "native"]
         return sorted({name for names in read for name in names.values()})
 
     def _bytes(self, session: Session, names: Collection[str]) -> int:

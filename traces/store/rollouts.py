@@ -84,8 +84,8 @@ class Rollouts(Publications):
         of = (r.deployment == deployment, r.pair_id == pair_id, r.device == device)
         if (other := session.scalar(select(r.id).where(r.verdict.is_(None), *of))) is not None:
             raise RolloutError(
-                f"rollout {other} is open in deployment {deployment} on {device}; `policies abort` "
-                "ends it"
+                f"rollout {other} is open in deployment {deployment} on {device}; `policies abort "
+                f"--pair PAIR --device {device!r} --deployment {deployment}` ends it"
             )
         harms = select(func.count()).where(
             r.deployment == deployment, r.verdict == HARM, r.is_forgiven.is_(False)
