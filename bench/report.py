@@ -301,14 +301,46 @@ def served() -> list[str]:
     parts = {name: part for name, part in load("served").items() if "summary" in part}
     rows = []
     for name, part in parts.items():
-        if name.startswith("trials"):  # the page has no room: its figures are in served.json
-            continue
-        rows.append((name.replace("_", " "), served_figure(name, part), exactly(part["holds"])))
+        if (kind := name.partition("_")[0]) not in TOLD_TOGETHER:
+            rows.append((name.replace("_", " "), served_figure(name, part), exactly(part["holds"])))
+        elif name == kind:
+            alike = [of for other, of in parts.items() if other.startswith(kind)]
+            holds = exactly(all(of["holds"] for of in alike))
+            rows.append((kind, TOLD_TOGETHER[kind](alike), holds))
     about = (
         "On CPUs (`make acceptance-vllm`), under a draft model, prompt lookup, an EAGLE-3 head and "
         "an MTP layer:"
     )
     return ["## vLLM", "", about, "", *table(("part", "figure", "verdict"), rows)]
+
+
+def _faults(parts: Sequence[Figures]) -> str:
+    """With a draft model, with prompt lookup, and a step ahead."""
+    steps, differ = (sum(p["steps"][k] for p in parts) for k in ("steps", "steps_differ"))
+    raised = [p["faults"] for p in parts if "faults" in p]
+    faults, *harm = (
+        sum(of[k] for of in raised) for k in ("raised", "failed", "requests", "texts_differ")
+    )
+    return (
+        f"{differ} of {steps} steps differ; {faults} faults: {harm[0]} of {harm[1]} requests "
+        f"failed, {harm[2]} texts differ"
+    )
+
+
+def _trials(parts: Sequence[Figures]) -> str:
+    """In a real vLLM, and beside stand-ins for it."""
+    faults = [fault for part in parts for fault in part["faults"].values()]
+    times, begun, late = (sum(f[k] for f in faults) for k in ("times", "trials", "outlived"))
+    lost = sum(p["lost"] + p["acknowledged_lost"] for p in parts)
+    noted, failed, differ = (sum(p[k] for p in parts) for k in ("noted", "failed", "differ"))
+    return (
+        f"{times} kills, outages, stepped clocks: {late} of {begun} outlived their end; {lost} of "
+        f"{noted} requests lost, {failed} failed, {differ} texts differ"
+    )
+
+
+TOLD_TOGETHER = {"faults": _faults, "trials": _trials}
+"""Parts whose names begin alike, in one row."""
 
 
 def served_figure(name: str, part: Figures) -> str:

@@ -79,6 +79,11 @@ def ready_plan(
     return plan
 
 
+def node_name() -> str:
+    """How this process is named in acknowledgements."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 @contextmanager
 def watch(
     store: TraceStore,
@@ -91,7 +96,7 @@ def watch(
     together: bool = False,
     interval_s: float = 1.0,
     patience_s: float = PATIENCE_S,
-    node: str | None = None,
+    node: str = "",
     warn: Callable[[str], None] = lambda line: print(printable(line), file=sys.stderr),
 ) -> Iterator[WatchedSource[Plan]]:
     """A policy source that follows a deployment's publications for this pair and device.
@@ -104,7 +109,7 @@ def watch(
     to, is acknowledged as refused. ``warn`` is told of one that was tuned
     for another sampling, as it comes into force.
     """
-    device, who = pair.device_name, node or f"{socket.gethostname()}:{os.getpid()}"
+    device, who = pair.device_name, node or node_name()
     newest: list[Publication] = []  # what was fetched last
 
     def fetch() -> Published | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,7 +61,6 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         None,
         deployment=s.deployment,
         together=True,
-        node=_node(),
         # Each request says its own sampling: none is compared with what a policy was tuned for.
         warn=lambda line: None,
     )
@@ -72,11 +70,6 @@ def _source(store: TraceStore, pair: LoadedPair, s: Serve, talk: Talk) -> Iterat
         yield source
     if source.unfinished:
         talk.tell(source.unfinished)
-
-
-def _node() -> str:
-    """Its name in acknowledgements."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _warm(pair: LoadedPair) -> None:
@@ -97,8 +90,9 @@ def _serve(
     metrics = Metrics()
     share = float(SHARES.get(str(s.texts), s.texts))
     recorder = Recorder(store, pair, source, share) if s.record else None
-    turns, at = None, {"deployment": s.deployment, "node": _node(), "address": url_of(listening)}
+    turns = None
     if recorder is not None and isinstance(source, WatchedSource):
+        at = {"deployment": s.deployment, "address": url_of(listening)}
         source = turns = TakesTurns(store, pair, source, recorder, **at)
     seats = s.seats or (SEATS if pair.device.type == "cpu" else 1)
     decoder = Decoder(pair, source, seats=seats, slots=s.slots)

@@ -261,6 +261,25 @@ def test_a_database_that_is_away_renews_nothing_and_takes_nothing_out(
     assert fleet.replicas[0].trial["renewal"] > before["renewal"]
 
 
+def test_a_pair_counts_once_whoever_conducts(fleet: Fleet) -> None:
+    """Who takes over begins other blocks: what is served then is of those alone."""
+    fleet.replicas[0].seconds = {-1: 0.5}  # it goes on: neither is faster
+    rollout, began = fleet.begin(), fleet.now
+    for handover in range(6):
+        fleet.conduct(4 * PAIR_S)
+        conductor = fleet.conductors[rollout.id]
+        assert fleet.store.extend_rollout(conductor.lease, -1.0, conductor.rollout.standing)
+        fleet.turn()
+        lease = fleet.store.conduct(f"number {handover}", 600.0, rollout.id)
+        assert lease is not None
+        fleet.conductors[rollout.id] = Conductor(fleet.store, lease, fleet.told.append, 600.0)
+        fleet.turn()
+    fleet.conduct(2 * PAIR_S)
+    assert len(fleet.store.turns(rollout.id)) > 4
+    standing = fleet.ended(rollout).standing
+    assert 8 <= standing["pairs"] <= (fleet.now - began) // PAIR_S
+
+
 def test_a_tuning_of_a_server_is_left_alone(fleet: Fleet) -> None:
     fleet.begin()
     fleet.conduct(30.0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from waiting import PATIENCE_S, eventually
 from spectune.db import UnavailableError
 from spectune.engines.vllm.folder import is_candidates, seed_for
 from spectune.engines.vllm.follow_policy import TTL_S
+from spectune.optimizer.commands.tune import Account
 from spectune.optimizer.in_force import watch
 from spectune.optimizer.rollout.decision import BLOCK_S
 from spectune.optimizer.rollout.own_turns import TakesTurns
@@ -128,8 +130,12 @@ def test_what_it_cannot_run_ends_the_rollout(door: Door, pair: LoadedPair) -> No
         assert "one request at a time" in ended.why
 
 
-def test_what_a_tuning_chose_is_rolled_out(door: Door, pair: LoadedPair, tmp_path: Path) -> None:
-    """In place of an incumbent that drafts far too much."""
+def test_what_a_tuning_chose_is_rolled_out(
+    door: Door, pair: LoadedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of an incumbent that drafts far too much; by the time of its own thread."""
+    account = partial(Account, clock=time.thread_time)
+    monkeypatch.setattr("spectune.optimizer.commands.tune.Account", account)
     write_workload(tmp_path / "work.jsonl", 24)
     how = {"pair": door.pair, "device": "cpu", "workload": tmp_path / "work.jsonl"}
     how |= {"max_new_tokens": 24, "trials": 8, "finalists": 2, "budget": "4s", "tree_width": 0}
@@ -170,7 +176,7 @@ class Taking:
         )
         recorder = Recorder(store, pair, published, 1.0)
         stack.callback(recorder.close)
-        at = {"deployment": "default", "node": "node", "address": "here"}
+        at = {"deployment": "default", "address": "here"}
         self.turns = TakesTurns(self.store, pair, published, recorder, **at)
         self.turns.begin(lambda: self.now)
         self.turns.look()

@@ -34,6 +34,7 @@ from spectune.traces.schema import (
     Trie,
     Verifier,
     device_name,
+    devices_of,
 )
 
 LAST = 1
@@ -450,6 +451,16 @@ class Rollout(Value):
         """How agents and their rounds name it; publications are above 0."""
         return -self.id
 
+    def is_tried_by(self, boot: str, device: str, version: int) -> bool:
+        """Whether a server on a device, by its boot and the version in force there (0: none), takes
+        turns in it now."""
+        servers = self.standing.get("servers", ())  # before the first look none
+        return (
+            self.device in devices_of(device)
+            and version == (self.incumbent or 0)
+            and (servers is None or boot in servers)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """JSON-ready, as it is told."""
         named = ("id", "deployment", "pair_id", "device", "incumbent", "actor", "reason")
@@ -541,9 +552,9 @@ class FollowedServer(Value):
     ``place``: its host and folder, where a later boot takes the place of an earlier one; ``node``:
     its name in acknowledgements; ``models``: what it has loaded
     (:class:`engines.vllm.servers.Models`; of `serve` :attr:`runtime.pair.PairSpec.models`).
-    ``heard_at``: when its agent said something last, None
-    of one that ended before it was followed; ``looked_at``: when `follow` looked last. ``dropped``:
-    requests that its agent lost; ``fault``: why that failed, empty where it did not."""
+    ``heard_at``: when its agent, or `serve`, said something last, None of one that has ended;
+    ``looked_at``: when `follow` looked last. ``dropped``: requests that it lost; ``fault``: why
+    that failed, empty where it did not."""
 
     boot: Mapped[Str64] = mapped_column(primary_key=True)
     pair_id: Mapped[str] = mapped_column(ForeignKey("pair.id"), index=True)

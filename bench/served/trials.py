@@ -348,13 +348,14 @@ def _begun(target: Any, *arguments: Any) -> Any:
 
 
 def _follow(url: str, folder: Path, lasts: Durations) -> None:
+    """`follow`, in whose process trials end sooner than they do as it ships."""
     follow_policy.TTL_S, follow_policy.RENEW_S = lasts.ttl, lasts.renew  # type: ignore[misc]
     with opened(url) as store:
         Follower(store, folder, "vllm", lambda _: None, pair=PAIR).run(threading.Event())
 
 
 def _conduct(url: str, lasts: Durations) -> None:
-    """Begins a rollout, by the clock that steps, and conducts it."""
+    """Begins a rollout, by the clock that steps, and conducts it; all servers take part at once."""
     conductor.FIRST_PAIRS = 0  # type: ignore[misc]
     with opened(url) as store:
         place = Place("cpu", "vllm", store.active_publication(PAIR.id, "cpu", "vllm"))

@@ -203,17 +203,13 @@ class PolicyWriter:
         """The trial of a rollout that is for this server now, renewed where that is due; empty
         where there is none."""
         for rollout in self.store.conducted_rollouts(self.deployment):
-            standing, draft = rollout.standing, self._draft_for(rollout.pair_id)
-            is_here = rollout.device in devices_of(status.engine.device_name) and draft is not None
+            draft, device = self._draft_for(rollout.pair_id), status.engine.device_name
             in_force = 0 if self._table is None else self._table["version"]
-            if not is_here or in_force != (rollout.incumbent or 0):
-                continue
-            servers = standing.get("servers", ())  # before the first look none
-            if servers is not None and status.boot not in servers:
+            if draft is None or not rollout.is_tried_by(status.boot, device, in_force):
                 continue
             try:
                 policy = parse_policy(rollout.policy.document, where=f"rollout {rollout.id}")
-                table = table_of(policy, status.engine, draft or "")
+                table = table_of(policy, status.engine, draft)
             except PolicyError as error:
                 self._take_turns(rollout, status, status.at, str(error))
                 continue

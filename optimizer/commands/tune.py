@@ -173,22 +173,18 @@ def _roll_out(
 ) -> Rollout:
     """Begins the rollout of what a tuning chose, once per key of its account."""
     account = account or Account()
-    if isinstance(bench, PairBench):
-        pair_id, recording = bench.pair.id, bench.recording.id
-    else:
-        assert isinstance(bench, LoadBench)
-        pair_id, recording = bench.info.pair_id, bench.info.id
+    recording = bench.texts.recording
     return begin(
         store,
         policy,
-        pair_id,
+        recording.pair_id,
         place,
         talk.tell,
         block_s=s.block,
         actor=account.actor,
         idempotency_key=account.key,
         guard=account.guard,
-        reason=f"tuned on recording {recording}",
+        reason=f"tuned on recording {recording.id}",
         evidence=evidence,
     )
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Final
 
 from spectune.db.database_errors import DatabaseError, StaleVersionError
@@ -138,11 +139,11 @@ class Conductor:
         since = self.rollout.created_at - timedelta(seconds=60)
         boots = {boot for boot, _ in self._tallies}
         for boot in boots:
-            began = sorted(key for key in self._tallies if key[0] == boot)
+            began = sorted(since for of, since in self._tallies if of == boot)
             for (name, ordinal), steps in self.store.served_by(boot, since, {**self._read}):
                 self._read[name] = ordinal
-                for key in began:
-                    self._tallies[key].add(steps)
+                for begin, end in pairwise((*began, math.inf)):
+                    self._tallies[boot, begin].add(steps, end)
         ended = []
         for (boot, _), tally in self._tallies.items():
             server = able.get(boot)

@@ -12,20 +12,15 @@ from typing import Protocol
 
 from spectune.db import DatabaseError
 from spectune.engines.vllm.folder import is_candidates, seed_for
-from spectune.engines.vllm.follow_policy import TTL_S
-from spectune.optimizer.in_force import ready_plan
+from spectune.engines.vllm.follow_policy import HEARD_S, TTL_S
+from spectune.optimizer.in_force import node_name, ready_plan
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.policies.plan import Plan
 from spectune.runtime.reload import WatchedSource, reason_of, short_turns
-from spectune.traces.schema import devices_of
 from spectune.traces.store import TraceStore
 from spectune.traces.store.traffic import WriterStatus
 from spectune.traces.tables import Rollout
-
-TOLD_S = 15.0
-"""Seconds between two times that it is stored that the server is there; amid a trial at most a
-block."""
 
 
 class RecordedTraffic(Protocol):
@@ -76,15 +71,14 @@ class TakesTurns:
         recorded: RecordedTraffic,
         *,
         deployment: str,
-        node: str,
         address: str,
     ) -> None:
         self.store, self.pair, self.published, self.recorded = store, pair, published, recorded
-        self.deployment, self.node = deployment, node
+        self.deployment, self.node = deployment, node_name()
         self.place = f"{socket.gethostname()}:{address}"
         self.now_s: Callable[[], float] = time.time
         self._trial: OwnTrial | None = None
-        self._told_s, self._is_known = -TOLD_S, False
+        self._told_s, self._is_known = -HEARD_S, False
         self._refused = set[int]()
         """Rollouts whose policy cannot run here."""
 
@@ -100,8 +94,8 @@ class TakesTurns:
         self.published.beside = self.look
 
     def look(self) -> None:
-        """Stores that the server is there, and finds out which rollout it takes turns in. Raises
-        DatabaseError."""
+        """Stores now and then (amid a trial once a block) that the server is there, and finds out
+        which rollout it takes turns in. Raises DatabaseError."""
         self._tell()
         conducted = self.store.conducted_rollouts(self.deployment)
         trials = map(self._trial_of, filter(self._is_here, conducted))
@@ -126,7 +120,7 @@ class TakesTurns:
             self.store.follow_server(self.recorded.boot, self.pair.id, about, models=models, **how)
             self._is_known = True
         trial, now = self._trial, time.monotonic()
-        if now >= self._told_s + (TOLD_S if trial is None else min(TOLD_S, trial.block_s)):
+        if now >= self._told_s + (HEARD_S if trial is None else min(HEARD_S, trial.block_s)):
             self._hear()
             self._told_s = now
 
@@ -145,13 +139,11 @@ class TakesTurns:
 
     def _is_here(self, rollout: Rollout) -> bool:
         """Whether a rollout is for this server now."""
-        servers = rollout.standing.get("servers", ())  # before the first look none
+        in_force = self.published.current().version
         return (
             rollout.pair_id == self.pair.id
-            and rollout.device in devices_of(self.pair.device_name)
-            and self.published.current().version == (rollout.incumbent or 0)
-            and (servers is None or self.recorded.boot in servers)
             and rollout.id not in self._refused
+            and rollout.is_tried_by(self.recorded.boot, self.pair.device_name, in_force)
         )
 
     def _trial_of(self, rollout: Rollout) -> OwnTrial | None:

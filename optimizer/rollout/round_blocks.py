@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from spectune.engines.vllm.folder import is_candidates
 from spectune.optimizer.rollout.decision import BLOCK_S, DROPPED_S, BlockPair, MeasuredBlock
@@ -57,16 +58,17 @@ class Tally:
         self.turns = turns
         self._blocks: dict[int, _Sums] = defaultdict(_Sums)
 
-    def add(self, steps: Sequence[Step]) -> None:
-        """Counts a request. A round that the policy of its block did not draft is left out: it says
-        which one did, and a clock that was stepped, or a trial that was over, so makes no wrong
-        pair."""
+    def add(self, steps: Sequence[Step], until: float = inf) -> None:
+        """Counts a request, its rounds ``until`` a moment: since then the server takes turns by
+        another clock, after it had stopped. A round that the policy of its block did not draft is
+        left out: it says which one did, and a clock that was stepped, or a trial that was over, so
+        makes no wrong pair."""
         turns = self.turns
-        if steps:
+        if steps and steps[0].arrived_s < until:
             arrived = int((steps[0].arrived_s - turns.since) // turns.block_s)
             self._blocks[arrived].arrivals += 1
         for step in steps:
-            number = turns.block_at(step.ended_s)
+            number = turns.block_at(step.ended_s) if step.ended_s < until else None
             if number is None or step.policy != turns.policy_of(number):
                 continue
             block = self._blocks[number]
