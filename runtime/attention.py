@@ -16,7 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from spectune.runtime.cache import CacheView, Span
+from spectune.runtime.cache import CacheView, Seats, Span
+from spectune.runtime.cuda.seat_attention import seat_attention
 from spectune.runtime.cuda.split_attention import attention_runs, split_attention
 
 NAME = "spectune"
@@ -94,18 +95,47 @@ def attend_slots(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    spans: Sequence[Span],
-    length: Tensor | None = None,
+    view: CacheView,
     scale: float | None = None,
+    *,
+    slides: bool = False,
 ) -> Tensor:
     """:func:`attend` of the tokens of a pass, each request's over its own of all slots: no mask is
-    as wide as the cache."""
-    parts = []
+    as wide as the cache. ``slides``: in a layer of a window."""
+    if view.seats is not None:
+        return _attend_seats(query, keys, values, view.seats, scale)
+    parts, spans = [], view.sliding if slides else view.full
     for first, last, start, stop, mask, _ in spans:
         own = keys[:, :, start:stop], values[:, :, start:stop]
         rows = query if len(spans) == 1 else query[:, :, first:last]  # a slice takes microseconds
-        parts.append(attend(rows, *own, mask, length, scale))
+        parts.append(attend(rows, *own, mask, view.length, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _attend_seats(
+    query: Tensor, keys: Tensor, values: Tensor, seats: Seats, scale: float | None
+) -> Tensor:
+    """:func:`attend` of the tokens of several requests, told on the device."""
+    if attention_runs(1, keys[0], values[0]) and query.dtype == keys.dtype:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        by_token = seat_attention(query[0], keys[0], values[0], seats, scale)
+        return by_token.transpose(0, 1)[None]
+    slots = keys.shape[2] - 1  # the last is no request's
+    mask = seat_mask(seats, query.shape[2], slots)
+    return attend(query, keys[:, :, :slots], values[:, :, :slots], mask, None, scale)
+
+
+def seat_mask(seats: Seats, rows: int, slots: int) -> Tensor:
+    """What so many rows see of so many slots, bool [rows, slots]; rows that are no request's see
+    the first, for nothing reads what they become."""
+    tiles, mask = seats
+    row, column = (torch.arange(n, device=mask.device) for n in (rows, slots))
+    first, count, start, told, stop = tiles.T[:, :, None]
+    within = (row >= first) & (row < first + count)
+    start, told, stop = ((x * within).sum(0)[:, None] for x in (start, told, stop))
+    place = (column - told).clamp(0, mask.shape[1] - 1)
+    seen = (column >= start) & (column < stop) & ((column < told) | mask.gather(1, place))
+    return seen | (~within.any(0)[:, None] & (column == 0))
 
 
 def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
@@ -219,8 +249,7 @@ def slot_attention(
     if PASS.windows is not None:
         PASS.windows.append(window)
     if (view := PASS.view) is not None:
-        spans = view.full if window is None else view.sliding
-        out = attend_slots(query, key, value, spans, view.length, scaling)
+        out = attend_slots(query, key, value, view, scaling, slides=window is not None)
     else:
         out = attend(query, key, value, attention_mask, None, scaling)
     return out.transpose(1, 2).contiguous(), None

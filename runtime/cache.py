@@ -27,9 +27,11 @@ class PassTokens(NamedTuple):
     They read slots ``start .. stop - 1`` under ``mask``, bool [n, stop - start] (True: attend);
     without one they are the last of these slots, and each sees the slots up to its own. ``length``,
     int64 [1]: where the slots that are seen at all end, told on the device. ``hidden`` [n, width]:
-    the states that a head reads beside its tokens. ``spans``: whose the tokens are where they are
-    several requests'; then the other fields say nothing of what is read. ``earliest``: no position
-    is smaller; a window leaves slots before it unread."""
+    the states that a head reads beside its tokens. ``spans`` or ``seats``: whose the tokens are
+    where they are several requests'; then the other fields say nothing of what is read.
+    ``earliest``: no position is smaller; a window leaves slots before it unread. ``branches``: how
+    tokens in slots that follow each other are a tree's; then they stand at ``earliest`` and its
+    depths, whatever ``positions`` say, and have no mask yet."""
 
     ids: Tensor
     positions: Tensor
@@ -41,6 +43,46 @@ class PassTokens(NamedTuple):
     hidden: Tensor | None = None
     spans: tuple[Span, ...] = ()
     earliest: int = 0
+    seats: Seats | None = None
+    branches: Branches | None = None
+
+    @property
+    def first(self) -> int:
+        """The slot of the first, where they follow each other."""
+        return self.stop - len(self.ids)
+
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """Which of the tokens, in slots that follow each other, each of them sees: bool [n, n]."""
+        if self.branches is not None:
+            return self.branches.seen
+        return np.tri(len(self.ids), dtype=np.bool_)
+
+    def spread(self) -> PassTokens:
+        """The same with its branches as positions and a mask."""
+        if self.branches is None:
+            return self
+        n, device, first = len(self.ids), self.slots.device, self.first - self.start
+        mask = torch.ones(n, first + n, dtype=torch.bool, device=device)
+        mask[:, first:] = torch.from_numpy(self.branches.seen).to(device)
+        positions = torch.tensor(self.branches.depths, device=device) + self.earliest
+        return self._replace(positions=positions, mask=mask, branches=None)
+
+
+class Branches(NamedTuple):
+    """A tree's root and nodes: their ``depths``, the root's 0, and which of them each of them sees,
+    ``seen`` bool [n, n]."""
+
+    depths: list[int]
+    seen: npt.NDArray[np.bool_]
+
+
+class Seats(NamedTuple):
+    """Whose the tokens of a pass are, told on the device. ``tiles`` int64 [any, 5]: of rows of one
+    request the first and how many, and the slots where what they see begins, from which on ``mask``
+    says which they see, and where it ends. ``mask`` bool [n, most], by slots from there on."""
+
+    tiles: Tensor
+    mask: Tensor
 
 
 class Span(NamedTuple):
@@ -60,6 +102,7 @@ def together(passes: Sequence[PassTokens]) -> PassTokens:
     if len(passes) == 1:
         return passes[0]
     ids, positions, slots = (torch.cat([p[i] for p in passes]) for i in range(3))  # type: ignore[misc]
+    ids = ids.to(slots.device)
     hidden = [p.hidden for p in passes if p.hidden is not None]
     spans, first = [], 0
     for each in passes:
@@ -222,7 +265,7 @@ class CacheView(Cache):  # type: ignore[misc]  # transformers carries no types
     def __init__(self, cache: SlotCache, tokens: PassTokens) -> None:
         super().__init__(layers=[])
         self.cache, self.slots = cache, tokens.slots
-        self.positions, self.length = tokens.positions, tokens.length
+        self.positions, self.length, self.seats = tokens.positions, tokens.length, tokens.seats
         alone = Span(0, len(tokens.ids), tokens.start, tokens.stop, tokens.mask, tokens.earliest)
         self.full = self.sliding = tokens.spans or (alone,)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectune.runtime.cache import Extents, PassTokens, apart
+from spectune.runtime.cache import Branches, Extents, PassTokens, apart
 from spectune.runtime.cuda.graphs import prepare_graphs
 from spectune.runtime.drafts.eagle import EagleDraft, Features
 from spectune.runtime.drafts.language_model import LanguageModelDraft
@@ -34,7 +34,7 @@ from spectune.runtime.perplexity import HEAD_ROWS, log_perplexity
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import EXPANDED_LIMIT, NODE_LIMIT, Policy
 from spectune.runtime.policies.plan import Plan, prepare
-from spectune.runtime.sampling import Noise, sample
+from spectune.runtime.sampling import Noise, sample, sample_rows
 from spectune.runtime.session import Sessions
 from spectune.runtime.shortlists import Shortlists
 from spectune.runtime.trees.draft import ancestors
@@ -64,26 +64,31 @@ class Seat:
     rounds: int = 0
     drafting: str = ""
     readings: dict[str, Any] = field(default_factory=dict)
-    tapped: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    """What heads read of the target's last pass, [tokens, width]."""
+    first: int = 0
+    """Where its tokens begin among those of the target's last pass."""
 
 
 class ModelBackend:
     """The loop's backend over a loaded pair, for ``seats`` requests at once.
 
     Each owns an extent of the models' slots: prompt, new tokens, one more, and behind them room for
-    a tree's nodes. Caches of ``slots`` (None: that grow) are reused from request to request. Raises
-    PairError for several seats where they are not supported yet."""
+    a tree's nodes. Caches of ``slots`` (None: that grow, where passes are captured anew) are reused
+    from request to request. Raises PairError for several seats where they are not supported yet."""
 
     def __init__(self, pair: LoadedPair, seats: int = 1, slots: int | None = None) -> None:
-        if seats > 1 and pair.device.type != "cpu":
+        if seats > 1 and pair.device.type not in ("cpu", "cuda"):
             raise PairError(f"{seats} requests at once: models on {pair.device.type} decode one")
+        for model in (pair.target, *pair.models.values()):
+            if model.graphs is not None:
+                model.graphs.seats = seats
         self.pair, self.seats, self.slots = pair, seats, slots
         models = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
         heads = {name: EagleDraft(head, pair.target) for name, head in pair.heads.items()}
         self._drafts: dict[str, Draft] = {**models, **heads, "ngram": NgramDraft()}
         self._seats: dict[Turn, Seat] = {}
         self._extents = Extents(0)
+        self._tapped = pair.target.tapped
+        """What heads read of the target's last pass, [tokens, width]."""
         if slots is not None:
             self._grow(slots)
         self._prefilled: DecodeRequest | None = None
@@ -226,8 +231,10 @@ class ModelBackend:
         passes = [self._pass(s, turn.drafted) for s, turn in zip(seats, turns, strict=True)]
         rows, _ = target.run_together(passes, greedy=greedy)
         sizes = [len(tokens.ids) for tokens in passes]
-        if greedy and len(turns) > 1:
-            ids, begin, verdicts = rows.tolist(), 0, []
+        if len(turns) > 1 and (greedy or at_once):
+            own = zip(seats, passes, strict=True)
+            laws = [] if greedy else [law for one in own for law in _laws(*one)]
+            ids, begin, verdicts = (rows if greedy else sample_rows(rows, laws)).tolist(), 0, []
             for turn, size in zip(turns, sizes, strict=True):
                 verdicts.append(_accepted(turn.drafted, ids[begin : begin + size]))
                 begin += size
@@ -243,8 +250,9 @@ class ModelBackend:
                     seats, verdicts, turns, apart(rows, sizes), strict=True
                 )
             ]
-        for seat, states in zip(seats, apart(target.tapped, sizes), strict=True):
-            seat.tapped = states
+        self._tapped = target.tapped
+        for seat, first in zip(seats, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
+            seat.first = first
         return [
             replace(verdict, read=0) if self._reads_again(seat, turn.drafted) else verdict
             for seat, turn, verdict in zip(seats, turns, verdicts, strict=True)
@@ -285,25 +293,21 @@ class ModelBackend:
         """What the target reads of one request: the text's last token, and a chain, or a tree whose
         nodes see the text and their ancestors."""
         target, root = self.pair.target, len(seat.text) - 1
+        ids = target.ids([seat.text[-1], *(drafted.tokens if drafted else ())])
         if drafted is None or drafted.tree is None:
-            ids = target.ids([seat.text[-1], *(drafted.tokens if drafted else ())])
             return target.following(ids, root, base=seat.base)
-        tree, n = drafted.tree, len(drafted.tokens)
-        rows = [[seat.text[-1], *tree.tokens], [0, *tree.depths], [*range(n + 1)]]
-        ids, depths, places = torch.tensor(rows, device=target.device)
-        mask = torch.ones(n + 1, root + n + 1, dtype=torch.bool, device=target.device)
-        mask[:, root:] = torch.from_numpy(ancestors(tree)).to(target.device)
-        slots, stop = seat.base + root + places, seat.base + root + n + 1
-        return PassTokens(ids, root + depths, slots, mask, stop, seat.base, earliest=root)
+        branches = Branches([0, *drafted.tree.depths], ancestors(drafted.tree))
+        return target.branching(ids, root, branches, base=seat.base)
 
     def commit(self, turns: Sequence[Turn]) -> None:
         slots, targets = list[int](), list[int]()
+        kept = list[tuple[Seat, list[int]]]()
         for turn in turns:
             seat, drafted = self._seats[turn], turn.drafted
             length, tree = len(seat.text), drafted is not None and drafted.tree is not None
             path = (turn.verdict.path if tree else [*range(turn.accepted)])[: turn.accepted]
             if seat.features.kept:
-                seat.features.put(length - 1, seat.tapped[[0, *(node + 1 for node in path)]])
+                kept.append((seat, [seat.first, *(seat.first + node + 1 for node in path)]))
             if drafted is not None:
                 first = seat.base + length
                 if tree:
@@ -311,8 +315,14 @@ class ModelBackend:
                     targets += range(first, first + len(path))
                 name = seat.drafting
                 self._drafts[name].commit(seat.readings[name], length, drafted, path)
-            seat.text.extend(turn.tokens)
             seat.rounds += 1
+        if kept:
+            rows = self._tapped[[row for _, some in kept for row in some]]
+            parts = apart(rows, [len(some) for _, some in kept])
+            for (seat, _), states in zip(kept, parts, strict=True):
+                seat.features.put(len(seat.text) - 1, states)
+        for turn in turns:
+            self._seats[turn].text.extend(turn.tokens)
         self.pair.target.cache.move(slots, targets)
 
 
@@ -326,6 +336,13 @@ def _accepted(drafted: Drafted | None, tokens: list[int]) -> Verified:
     if drafted is None or drafted.tree is None:
         return accept_chain(drafted.tokens if drafted else [], tokens)
     return accept(drafted.tree, tokens.__getitem__)
+
+
+def _laws(seat: Seat, tokens: PassTokens) -> list[tuple[Sampling, Noise | None, int]]:
+    """How the tokens after each of a request's in a pass are chosen (:func:`sample_rows`)."""
+    branches, length = tokens.branches, len(seat.text)
+    depths = range(len(tokens.ids)) if branches is None else branches.depths
+    return [(seat.request.sampling, seat.noise, length + depth) for depth in depths]
 
 
 def _with_logprobs(

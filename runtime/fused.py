@@ -174,8 +174,7 @@ class Layer:
         rotate, slots = kernels.rotate_and_write if fast else rotate_and_write, view.layer(index)
         query = rotate(states, rotary, view.slots, *slots, self.heads, self.qk_norms)
         keys, values = view.cache.layers[index]
-        spans = view.sliding if self.slides else view.full
-        attended = attend_slots(query[None], keys, values, spans, view.length, self.scale)[0]
+        attended = attend_slots(query[None], keys, values, view, self.scale, slides=self.slides)[0]
         return attended.transpose(0, 1).flatten(1)
 
     @property

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from spectune.runtime import attention
 from spectune.runtime.attention import MASKED_ROWS, PASS, causal_mask, prepare_masks
-from spectune.runtime.cache import LayerShape, PassTokens, SlotCache, together
+from spectune.runtime.cache import Branches, LayerShape, PassTokens, SlotCache, together
 from spectune.runtime.checkpoints import scaled_positions
 from spectune.runtime.cuda.skinny import skinny_on
 from spectune.runtime.fused import fuse, try_kernels
@@ -64,13 +64,15 @@ class SlotModel(ABC):
     weights' dtype.
 
     ``first_slot``: no token stands in a slot before it. ``feature_size``: width of the hidden
-    states of another model that a pass takes beside its tokens; 0: none. ``token_ids`` int64
+    states of another model that a pass takes beside its tokens; 0: none. ``groups``: query heads that
+    share a key-value head. ``token_ids`` int64
     [rows]: the target's ids of the output head's rows (None: row i is token i); other tokens get a
     logit of -inf. ``graphs`` replays the passes that it has captured (None: all run eagerly)."""
 
     graphs: PassGraphs | None = None
     first_slot = 0
     feature_size = 0
+    groups = 1
     hidden_size: int
     vocab_size: int
     max_positions: int
@@ -162,6 +164,12 @@ class SlotModel(ABC):
             ids, positions, slots, None, base + stop, first, hidden=hidden, earliest=start
         )
 
+    def branching(
+        self, ids: Tensor, start: int, branches: Branches, *, base: int = 0
+    ) -> PassTokens:
+        """A tree's root at position ``start`` and its nodes, in slots that follow each other."""
+        return self.following(ids, start, base=base)._replace(branches=branches)
+
     def chain(
         self,
         ids: Tensor,
@@ -208,19 +216,36 @@ class SlotModel(ABC):
     ) -> tuple[Tensor, Tensor]:
         """:meth:`run` for the tokens of several requests at once: the output of the last ``logits``
         tokens of each (None: of all), and the states of all, request by request."""
-        if len(passes) == 1:
-            (tokens,) = passes
-            rows = len(tokens.ids) if logits is None else logits
+        first = passes[0]
+        if len(passes) == 1 and first.start <= self.first_slot:
+            rows = len(first.ids) if logits is None else logits
+            tokens = first.spread()
             kind = PassKind(_output(rows, greedy=greedy), tokens.mask is None, recurrent)
             return self._pass(kind, tokens, rows)
-        joined = together([_masked(each) for each in passes])
+        if self.graphs is not None and not recurrent:
+            whole = logits is None or all(len(tokens.ids) == logits for tokens in passes)
+            answers = [_output(1, greedy=greedy)] if whole else []
+            for output in (*answers, *(["states"] if logits is not None else [])):
+                kind = PassKind(output, causal=False)
+                if (outputs := self.graphs.run_together(kind, passes)) is not None:
+                    self.tapped = outputs.tapped
+                    if output != "states":
+                        return outputs.result, outputs.states
+                    return self._lasts(passes, outputs.states, logits or 0, greedy=greedy)
+        joined = together([_masked(each.spread()) for each in passes])
         states, self.tapped = self.forward(joined, recurrent=recurrent)
-        read = states
         if logits is not None:
-            lasts = [i for s in joined.spans for i in range(s.last - logits, s.last)]
-            read = states[torch.tensor(lasts, dtype=torch.int64, device=self.device)]
-        rows = len(read)
-        return self.evaluate(_output(rows, greedy=greedy), read)[:rows], states
+            return self._lasts(passes, states, logits, greedy=greedy)
+        return self.evaluate(_output(len(states), greedy=greedy), states), states
+
+    def _lasts(
+        self, passes: Sequence[PassTokens], states: Tensor, rows: int, *, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The output of the last ``rows`` tokens of each request, and the states of all."""
+        ends = np.cumsum([len(tokens.ids) for tokens in passes])
+        lasts = torch.from_numpy((ends[:, None] + np.arange(-rows, 0)).ravel())
+        read = states[lasts.to(self.device)]
+        return self.evaluate(_output(len(read), greedy=greedy), read)[: len(read)], states
 
     def _pass(
         self, kind: PassKind, tokens: PassTokens, rows: int, *, replays: bool = True
@@ -291,7 +316,7 @@ class CausalModel(SlotModel):
         self.fused = None if isinstance(fused, str) else fused
         self.unfused = fused if isinstance(fused, str) else ""
         kv_heads = {layer.heads for layer in self.cache.shapes}
-        self._groups = heads // max(kv_heads) if len(kv_heads) == 1 else 1
+        self.groups = heads // max(kv_heads) if len(kv_heads) == 1 else 1
 
     def _empty_cache(self) -> tuple[SlotCache, list[int | None]]:
         """A cache of the sizes that a pass of one token shows, and the windows of the layers (None:
@@ -389,7 +414,7 @@ class CausalModel(SlotModel):
 
     def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         (ids, positions), view = tokens[:2], self.cache.view(tokens)
-        prepare_masks(view, self._groups)
+        prepare_masks(view, self.groups)
         rows: dict[int, Tensor]
         if self.fused is not None:
             embedded = self.embedded(ids)

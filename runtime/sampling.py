@@ -250,8 +250,19 @@ class NoiseRows:
 
     def add(self, scores: Tensor, ids: Tensor | None) -> Tensor:
         """:meth:`Noise.add`."""
+        if self._rows[0][0].fused:
+            return add_noise(scores, ids, self._keys(scores.device))
         rows = torch.stack([noise.row(position) for noise, position in self._rows])
         return scores + (rows if ids is None else rows.index_select(-1, ids))
+
+    def best(self, scores: Tensor, ids: Tensor | None) -> Tensor:
+        """:meth:`Noise.best`."""
+        if self._rows[0][0].fused:
+            return kernels.best(scores, self._keys(scores.device), ids)
+        return self.add(scores, ids).argmax(-1)
+
+    def _keys(self, device: torch.device) -> Tensor:
+        return keys_tensor([noise.keys([at])[0] for noise, at in self._rows], device)
 
 
 def sample_rows(
@@ -270,7 +281,7 @@ def sample_rows(
             return sample(logits, sampling, noise, [position], draft=draft, ids=ids)
         scores = processed(logits, sampling, draft=draft)
         joint = NoiseRows([(noise, at) for _, noise, at in rows if noise is not None])
-        return joint.add(scores, ids).argmax(-1)
+        return joint.best(scores, ids)
     out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for one in dict.fromkeys(laws):
         at = [i for i, other in enumerate(laws) if other == one]

@@ -35,10 +35,17 @@ from spectune.runtime.cuda.graphs import (
 from spectune.runtime.decoder import Decoder, prepare_for
 from spectune.runtime.drafts.tree_program import TreeProgram
 from spectune.runtime.loading import LoadedPair, load_pair
-from spectune.runtime.loop import DecodeRequest, PolicySource, Round, StaticSource
+from spectune.runtime.loop import (
+    DecodeRequest,
+    PolicySource,
+    Round,
+    StaticSource,
+    Waiting,
+    decode_rounds,
+)
 from spectune.runtime.models import Outputs, PassKind
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import Policy, parse_policy
+from spectune.runtime.policies.document import EXPANDED_LIMIT, Policy, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.profiling.experiment import Experiment
 from spectune.traces.schema import Request, Sampling, Verifier, Workload
@@ -572,3 +579,92 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert all(m.graphs is None for m in (plain.target, *plain.models.values()))
     prepare_graphs(plain, prepare(Policy(), plain.draft_names), sampling=GREEDY)
     assert plain.target.graphs is None
+
+
+def at_once(pair: LoadedPair, plan: Plan, requests: list[DecodeRequest]) -> list[list[Any]]:
+    """What the rounds of requests say that run at once."""
+    decoder = Decoder(pair, StaticSource(plan), seats=8, slots=SLOTS)
+    rounds = {request.id: list[Round]() for request in requests}
+    for step in decoder.steps(Waiting(requests)):
+        poisoned(pair)
+        for one in step:
+            rounds[one.request.id].append(one)
+    return [seen(some) for some in rounds.values()]
+
+
+SLOTS = 5 * (EXPANDED_LIMIT + 80)
+"""So that five of six run at once, and the last in the room of one that has ended."""
+WARM = Sampling(temperature=0.6, top_k=12, seed=3)
+TOGETHER: list[tuple[dict[str, Any], list[Sampling]]] = [
+    ({"draft": "none"}, [GREEDY, HOT]),
+    (chain("ngram", 3), [GREEDY]),
+    (chain("near", 4), [GREEDY, HOT, WARM]),
+    (chain("near", 3), [GREEDY]),
+    (top_k("near", 4, 3, 9), [HOT, GREEDY]),
+    (top_k("near", 4, 4, 12, **BINS), [GREEDY]),
+    (chain("eagle3", 3), [GREEDY, WARM]),
+    (top_k("eagle3", 4, 4, 12), [HOT, GREEDY, WARM]),
+    (top_k("eagle1", 5, 3, 9), [HOT]),
+]
+
+
+def several(pair: LoadedPair, samplings: list[Sampling], plan: Plan) -> list[DecodeRequest]:
+    """Six requests, of prompts and budgets of several lengths."""
+    decoder, texts = Decoder(pair, StaticSource(plan)), [PROMPT * n for n in (1, 2)]
+    return [
+        decoder.request(
+            Request(str(n), ""),
+            pair.encode(texts[n % 2])[: 5 + 4 * n],
+            samplings[n % len(samplings)],
+            TOKENS - n,
+        )
+        for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(TOGETHER)))
+def test_requests_at_once_replay_passes_of_all(twins: Twins, case: int) -> None:
+    """Their rounds are those of one at a time without graphs; every pass of the target, and of a
+    draft over texts or a chain's step, is replayed."""
+    document, samplings = TOGETHER[case]
+    twins.forget()
+    policy, alone = parse_policy(document), []
+    find = artifacts(policy.draft) if "stratify" in document else None
+    plan = prepare_for(twins.plain, policy, artifacts=find)
+    requests = several(twins.plain, samplings, plan)
+    for request in requests:
+        decoder = Decoder(twins.plain, StaticSource(plan))
+        alone.append(seen(decode_rounds(decoder.backend, request, StaticSource(plan))))
+    plan = prepare(policy, twins.fast.draft_names, artifacts=find)
+    assert at_once(twins.fast, plan, requests) == alone
+    graphs = twins.fast.target.graphs
+    assert graphs is not None
+    assert any(shape.together for shape in graphs.shapes)
+    assert twins.missed() == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("case", [4, 7, 8])
+def test_trees_of_requests_at_once_are_grown_by_programs(
+    twins: Twins, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many programs as there are requests, rounded up; the rounds are those of one at a time.
+    Uncaptured, since the interpreter's launches are no operations of torch's."""
+    document, samplings = TOGETHER[case]
+    monkeypatch.setattr(twins.recorder, "capture", lambda compute: 1 / 0)
+    grown, choose = set[int](), TreeProgram.choose
+    monkeypatch.setattr(
+        TreeProgram, "choose", lambda own, last: grown.add(own.trees) or choose(own, last)
+    )
+    twins.forget()
+    policy, alone = parse_policy(document), []
+    plan = prepare_for(twins.plain, policy)
+    requests = several(twins.plain, samplings, plan)
+    for request in requests:
+        decoder = Decoder(twins.plain, StaticSource(plan))
+        alone.append(seen(decode_rounds(decoder.backend, request, StaticSource(plan))))
+    plan = prepare(policy, twins.fast.draft_names)
+    assert at_once(twins.fast, plan, requests) == alone
+    assert max(grown) >= 2
+    twins.forget()

@@ -15,10 +15,11 @@ from pairs import tiny_model
 from torch import Tensor
 
 from spectune.runtime import fused
-from spectune.runtime.attention import slot_attention
-from spectune.runtime.cache import PassTokens
+from spectune.runtime.attention import seat_mask, slot_attention
+from spectune.runtime.cache import PassTokens, Seats
 from spectune.runtime.cuda import layers
 from spectune.runtime.cuda.growth import growth_kernels
+from spectune.runtime.cuda.seat_attention import seat_attention, seat_kernel, tile_rows
 from spectune.runtime.cuda.skinny import LAUNCH as LAUNCH_SKINNY
 from spectune.runtime.cuda.skinny import skinny, skinny_kernel, tile_for
 from spectune.runtime.cuda.split_attention import (
@@ -107,6 +108,38 @@ def test_queries_and_caches_may_be_views_and_a_query_that_sees_nothing_gets_zero
     ours = split_attention(query, *cache, mask, torch.tensor([96]), 64**-0.5)
     assert_close(ours[:2], exact_attention(query[:, :2], *cache, mask[:2]))
     assert not ours[2].any()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (6, 2, 80)], ids=str)
+def test_rows_of_several_requests_read_their_own_slots(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """A chain, a tree of several tiles, a first token and one behind 200: all else holds NaN."""
+    rows, of_tile = list[tuple[int, int, int]](), tile_rows(heads // kv_heads)
+    cache = torch.full((2, kv_heads, SLOTS, dim), torch.nan, dtype=dtype)
+    n, tiles, mask = 0, list[list[int]](), torch.zeros(80, 61, dtype=torch.bool)
+    for count, start, told in ((3, 0, 0), (37, 3, 20), (1, 61, 61), (1, 70, 270)):
+        cache[:, :, start : told + count] = draw(2, kv_heads, told + count - start, dim).to(dtype)
+        tree = tree_mask(count, 0) if count > 3 else torch.ones(count, SLOTS).tril().bool()
+        mask[n : n + count, :count] = tree[:, :count]
+        for first in range(0, count, of_tile):
+            size = min(of_tile, count - first)
+            tiles.append([n + first, size, start, told, told + count])
+        rows += [(start, told, count)] * count
+        n += count
+    seats = Seats(torch.tensor([*tiles, [0] * 5]), mask)
+    query, real = draw(heads, n + 3, dim, dtype=dtype), torch.nan_to_num(cache)
+    seen = seat_mask(seats, n + 3, SLOTS)
+    for row, (start, told, count) in enumerate(rows):
+        expected = torch.zeros(SLOTS, dtype=torch.bool)
+        expected[start:told] = True
+        expected[told : told + count] = mask[row, :count]
+        assert torch.equal(seen[row], expected)
+    ours = seat_attention(query, *cache, seats, dim**-0.5)
+    assert_close(ours[:n], exact_attention(query[:, :n], *real, seen[:n]))
+    assert not ours[n:].any()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -243,6 +276,24 @@ def test_attention_compiles_for_gpus(dtype: str, dim: int, rows: int, capability
     for pairs in (1, 8):
         made = compiled(join, capability, kinds, sizes | {"PAIRS": pairs}, **LAUNCH)
         assert ".local" not in made.asm["ptx"]
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize(
+    ("dtype", "dim", "groups"), [("bf16", 128, 4), ("fp16", 64, 8), ("bf16", 256, 1)]
+)
+def test_attention_of_several_requests_compiles_for_gpus(dtype: str, dim: int, groups: int) -> None:
+    """On tensor cores, keys copied ahead; nothing spills."""
+    sizes = {"SIZE": dim, "DIM": dim, "SPLITS": 4}
+    tile = {"TILE": tile_rows(groups), "ROWS": 64, "KEYS": 64 if dim <= 128 else 32}
+    kinds = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | {"scale": "fp32"}
+    kinds |= {"mask": "*u8", "tiles": "*i64", "partial": "*fp32", "weight": "*fp32"}
+    made = compiled(seat_kernel(False), 90, kinds, tile | sizes, **LAUNCH)
+    ptx = made.asm["ptx"]
+    assert made.metadata.shared <= 99 * 1024
+    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)
+    assert "mma" in ptx
+    assert ".local" not in ptx
 
 
 @pytest.mark.usefixtures("compiling")

@@ -15,23 +15,27 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spectune.runtime.attention import causal_mask
-from spectune.runtime.cache import PassTokens
+from spectune.runtime.cache import PassTokens, Seats
 from spectune.runtime.cuda.launch import first_line
+from spectune.runtime.cuda.seat_attention import tile_rows
 from spectune.runtime.cuda.skinny import skinny_on
 from spectune.runtime.drafts.device_trees import (
     MOST_PHASES,
     captured_sampling,
     grows_on_device,
+    grows_together,
     tree_phase,
+    trees_together,
 )
 from spectune.runtime.drafts.protocol import LONG_LAG
 from spectune.runtime.models import Output, Outputs, PassKind, SlotModel, upload
@@ -47,6 +51,9 @@ RUNGS: Final = (1, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
+TOGETHER: Final = (*RUNGS, 384, 512, 768, 1024, 1536, 2048)
+"""The same of passes of several requests."""
+
 _RUNG_OF: Final = tuple(next(r for r in RUNGS if r >= n) for n in range(RUNGS[-1] + 1))
 CAPTURING: Final = threading.RLock()
 """Held while a pass is captured, and while a cache that captured passes read is allocated anew."""
@@ -54,10 +61,11 @@ T = TypeVar("T")
 
 
 class Shape(NamedTuple):
-    """``tokens``, a rung, and the kind of pass."""
+    """``tokens``, a rung, the kind of pass, and whether it is of several requests."""
 
     tokens: int
     kind: PassKind
+    together: bool = False
 
 
 class CudaRecorder:
@@ -163,12 +171,68 @@ class CapturedPass:
             self._numbers[0, :n] = tokens.ids  # others are of a pass before
 
 
+class CapturedTogether:
+    """A captured pass over tokens of several requests, each of which follow each other in slots,
+    and the inputs that it reads."""
+
+    def __init__(self, model: SlotModel, shape: Shape, recorder: CudaRecorder, seats: int) -> None:
+        n, kind, capacity, device = shape.tokens, shape.kind, model.cache.capacity, model.device
+        self._capacity, self._rows = capacity, tile_rows(model.groups)
+        self._most = min(n, seats + n // self._rows)
+        self._inputs = torch.zeros(3 * n + 5 * self._most, dtype=torch.int64, device=device)
+        self._inputs[2 * n : 3 * n] = capacity
+        numbers, tiles = self._inputs[: 3 * n].view(3, n), self._inputs[3 * n :].view(-1, 5)
+        self._ids = numbers[0]
+        self._mask = torch.zeros(n, NODE_LIMIT + 1, dtype=torch.bool, device=device)
+        self._hidden = None
+        if model.feature_size:
+            self._hidden = torch.zeros(n, model.feature_size, dtype=model.dtype, device=device)
+        inputs = PassTokens(
+            *numbers, None, capacity, hidden=self._hidden, seats=Seats(tiles, self._mask)
+        )
+
+        def compute() -> Outputs:
+            states, tapped = model.forward(inputs)
+            return Outputs(states, model.evaluate(kind.output, states), tapped)
+
+        self._replay, self._outputs = recorder.capture(compute)
+
+    def __call__(self, passes: Sequence[PassTokens]) -> Outputs:
+        """Replays the pass for at most as many tokens and tiles as were captured."""
+        rung, n, places = len(self._ids), 0, list[int]()
+        positions, tiles = list[int](), list[int]()
+        seen = np.zeros(self._mask.shape, dtype=np.bool_)
+        for tokens in passes:
+            count, first = len(tokens.ids), tokens.first
+            depths = range(count) if tokens.branches is None else tokens.branches.depths
+            positions += [tokens.earliest + depth for depth in depths]
+            places += range(first, tokens.stop)
+            seen[n : n + count, :count] = tokens.seen()
+            for begin in range(0, count, self._rows):
+                rows = min(self._rows, count - begin)
+                tiles += n + begin, rows, tokens.start, first, tokens.stop
+            n += count
+        filler = rung - n
+        numbers = [*positions, *[0] * filler, *places, *[self._capacity] * filler, *tiles]
+        upload([*numbers, *[0] * (5 * self._most - len(tiles))], self._inputs[rung:])
+        self._ids[:n] = torch.cat([tokens.ids for tokens in passes])
+        self._ids[n:] = 0
+        self._mask.copy_(torch.from_numpy(seen))
+        fed = [tokens.hidden for tokens in passes if tokens.hidden is not None]
+        if self._hidden is not None:
+            self._hidden[:n] = torch.cat(fed)
+        self._replay()
+        states, result, tapped = self._outputs
+        return Outputs(states[:n].clone(), result[:n].clone(), tapped[:n].clone())
+
+
 class PassGraphs:
     """The captured passes of one model. :meth:`capture` may run in another thread than :meth:`run`.
 
     ``replayed`` and ``eager`` count passes by tokens and kind. ``requests``: how the last few are
-    sampled, and whether the rejection verifier decides (:func:`prepare_graphs`). ``problem``: why a
-    pass could not be captured; then no more are until all are forgotten."""
+    sampled, and whether the rejection verifier decides (:func:`prepare_graphs`). ``seats``:
+    requests that may run at once. ``problem``: why a pass could not be captured; then no more are
+    until all are forgotten."""
 
     lock = CAPTURING
 
@@ -177,18 +241,20 @@ class PassGraphs:
         self.replayed: Counter[tuple[int, PassKind]] = Counter()
         self.eager: Counter[tuple[int, PassKind]] = Counter()
         self.requests: tuple[tuple[Sampling, bool], ...] = ()
+        self.seats = 1
         self._recorder = recorder
         self._passes: dict[Shape, CapturedPass] = {}
+        self._together: dict[Shape, CapturedTogether] = {}
 
     @property
     def shapes(self) -> frozenset[Shape]:
         """What is captured."""
-        return frozenset(self._passes)
+        return frozenset((*self._passes, *self._together))
 
     def forget(self) -> None:
         """Forgets all captured passes."""
         with CAPTURING:
-            self._passes, self.problem = {}, ""
+            self._passes, self._together, self.problem = {}, {}, ""
 
     def run(self, kind: PassKind, tokens: PassTokens) -> Outputs | None:
         """A pass, replayed; None where its shape is not captured."""
@@ -197,18 +263,44 @@ class PassGraphs:
         (self.replayed if captured else self.eager)[n, kind] += 1
         return captured(tokens) if captured else None
 
+    def run_together(self, kind: PassKind, passes: Sequence[PassTokens]) -> Outputs | None:
+        """A pass over tokens of several requests, replayed; None where its shape is not captured,
+        or tokens stand in slots that do not follow each other."""
+        n, longest = sum(len(p.ids) for p in passes), max(len(p.ids) for p in passes)
+        rung = next((r for r in TOGETHER if r >= n), 0)
+        captured = self._together.get(Shape(rung, kind, together=True))
+        fits = longest <= NODE_LIMIT + 1 and all(p.mask is None for p in passes)
+        (self.replayed if captured and fits else self.eager)[n, kind] += 1
+        return captured(passes) if captured and fits else None
+
     def capture(self, most: int, kind: PassKind) -> None:
         """Captures passes of up to ``most`` tokens. What is captured already stays."""
         if not most or not self.model.cache.capacity:
             return
         rungs = RUNGS[: 1 + RUNGS.index(_RUNG_OF[min(most, RUNGS[-1])])]
         for rung in reversed(rungs):  # the largest first, so that the pool fits all
-            shape = Shape(rung, kind)
-            if shape not in self._passes:
-                self._try(partial(self._add, shape))
+            self._try(partial(self._add, Shape(rung, kind)))
+
+    def capture_together(self, each: int, output: Output) -> None:
+        """Captures passes over up to ``each`` tokens of as many requests as may run at once, unless
+        one runs at a time, or layers see a window alone."""
+        cache = self.model.cache
+        if self.seats == 1 or not each or not cache.capacity or cache.window is not None:
+            return
+        most = min(self.seats * each, TOGETHER[-1])
+        rungs = [r for n, r in enumerate(TOGETHER) if not n or TOGETHER[n - 1] < most]
+        for rung in reversed(rungs):
+            shape = Shape(rung, PassKind(output, causal=False), together=True)
+            self._try(partial(self._add, shape))
 
     def _add(self, shape: Shape) -> None:
-        self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
+        if shape in self.shapes:
+            return
+        if shape.together:
+            captured = CapturedTogether(self.model, shape, self._recorder, self.seats)
+            self._together[shape] = captured
+        else:
+            self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
 
     def record(
         self, compute: Callable[[], T], states: Tensor
@@ -273,6 +365,7 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) ->
     assert target is not None
     answers: Output = "ids" if greedy else "logits"
     target.capture(1, PassKind(answers))
+    target.capture_together(1, answers)
     if plan.rules is None:
         return
     rule, depth = plan.rules[0 if greedy else 1], plan.policy.depth_max
@@ -280,14 +373,23 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) ->
     tree = plan.policy.is_tree or head
     most = max(NODE_LIMIT if n is None else n for n in (rule.top_n, *rule.bin_top_n))
     target.capture(1 + min(rule.verified(depth), most), PassKind(answers, causal=not tree))
+    target.capture_together(1 + min(rule.verified(depth), most), answers)
     if draft is None or draft.graphs is None:
         return
     grows = tree or plan.stop.active
     ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, PassKind(reads))
+    # Of several requests what is not read yet is up to what a round before accepted, and more; the
+    # output of their last tokens is read alone, but in a chain's steps, of a token each.
+    draft.graphs.capture_together(depth + 1, "states")
+    if not grows:
+        draft.graphs.capture_together(1, reads)
     if grows and grows_on_device(draft, plan, rejects=rejects):
         tree_phase(plan, draft, sampling).capture(draft.graphs.record)
+        for trees in trees_together(draft.graphs.seats):
+            if grows_together(draft, plan, rule):
+                tree_phase(plan, draft, sampling, trees).capture(draft.graphs.record)
     elif grows:
         widths = [rule.step_width(level) for level in range(2, depth + 1)]
         draft.graphs.capture(max(widths, default=0), PassKind(reads, causal=False, recurrent=head))

@@ -1,5 +1,5 @@
-"""The Triton kernels that grow EAGLE-2's trees: one program makes a level, one chooses the nodes.
-:mod:`runtime.drafts.tree_program` launches them."""
+"""The Triton kernels that grow EAGLE-2's trees: a program for each tree makes a level, another
+chooses the nodes. :mod:`runtime.drafts.tree_program` launches them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ def growth_kernels(in_interpreter: bool) -> tuple[Any, Any]:
     # fmt: off
     def level(  # type: ignore[no-untyped-def]
         tokens, scores, there, numbers, weights, logs, log_sums, pool, front, depth, begin, read,
-        rows, width, nodes, given, most, slots, positions, ROWS: tl.constexpr, WIDE: tl.constexpr,
+        rows, width, nodes, given, most, slots, positions, told, candidates, levels,
+        ROWS: tl.constexpr, WIDE: tl.constexpr,
         NODES: tl.constexpr, SCALE: tl.constexpr, MOST: tl.constexpr, COUPLED: tl.constexpr,
         SHIFT: tl.constexpr, INFINITE: tl.constexpr,
     ):
         # fmt: on
+        tree = tl.program_id(0)
+        tokens += tree * rows * given
+        scores += tree * rows * given
+        there += tree * rows
+        numbers += tree * told
+        pool += tree * 5 * candidates
+        front += tree * 6 * most * levels
         row, rank = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
         place = tl.load(front + (depth - 1) * 6 * most + row, mask=row < rows, other=-2)
         exists = (rank < tl.load(there + row, mask=row < rows, other=0)) & (place >= -1)
@@ -64,10 +72,14 @@ def growth_kernels(in_interpreter: bool) -> tuple[Any, Any]:
 
     # fmt: off
     def choose(  # type: ignore[no-untyped-def]
-        pool, numbers, out, candidates, most, last, SIZE: tl.constexpr, BITS: tl.constexpr,
+        pool, numbers, out, candidates, most, last, told, SIZE: tl.constexpr, BITS: tl.constexpr,
         INFINITE: tl.constexpr,
     ):
         # fmt: on
+        tree = tl.program_id(0)
+        numbers += tree * told
+        pool += tree * 5 * candidates
+        out += tree * (6 + 4 * most)
         goal, at = tl.load(numbers + 2), tl.arange(0, SIZE)
         levels, node = tl.minimum(goal, last), pool + 5 * at
         level = tl.load(node + 4, mask=at < candidates, other=0)
@@ -92,5 +104,7 @@ def growth_kernels(in_interpreter: bool) -> tuple[Any, Any]:
         tl.store(out + 5, tl.sum(chosen.to(tl.int32), 0))
 
     sizes = ["depth", "begin", "read", "rows", "width", "nodes", "given", "most", "slots"]
-    made = triton.jit(level, do_not_specialize=[*sizes, "positions"])  # compiled once for all
-    return made, triton.jit(choose, do_not_specialize=["candidates", "most", "last"])
+    shape = ["told", "candidates"]
+    sizes += ["positions", "levels", *shape]  # compiled once for all
+    made = triton.jit(level, do_not_specialize=sizes)
+    return made, triton.jit(choose, do_not_specialize=["most", "last", *shape])

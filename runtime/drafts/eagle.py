@@ -82,7 +82,9 @@ class EagleDraft:
     reads_features = True
 
     def __init__(self, head: EagleHead, target: CausalModel) -> None:
-        self.head, self.columns = head, columns(target, head)
+        self.head = head
+        self.columns = None if head.taps == target.taps else columns(target, head)
+        """Which of the features that are kept the head reads; None: all."""
 
     def begin(self, base: int, features: Features) -> EagleReading:
         return EagleReading(base, features)
@@ -105,7 +107,8 @@ class EagleDraft:
 
     def features(self, reading: EagleReading, end: int) -> Tensor:
         """The target's features that the head reads beside the tokens up to ``end``."""
-        return reading.features.rows[reading.read - 1 : end - 1, self.columns]
+        rows = reading.features.rows[reading.read - 1 : end - 1]
+        return rows if self.columns is None else rows[:, self.columns]
 
     def propose(self, asked: Sequence[DraftRequest]) -> list[Drafted]:
         drafted = dict[int, Drafted]()

@@ -174,7 +174,7 @@ class EagleHead(SlotModel):
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
         self.convention, self.unread = convention, unread
         self.taps, self.hidden_size, self.feature_size = taps, net.shape.hidden, net.shape.fused
-        self.rotary = rotary.to(self.device)
+        self.rotary, self.groups = rotary.to(self.device), net.shape.heads // net.shape.kv_heads
         layer = LayerShape(net.shape.kv_heads, net.shape.head_dim, net.shape.head_dim)
         self.cache = SlotCache([layer] * net.shape.layers, self.dtype, self.device)
         try_kernels(self.cache, net.shape.heads, net.shape.hidden)
@@ -212,9 +212,9 @@ class EagleHead(SlotModel):
         """Row i of ``tokens.hidden`` belongs to the token before ``ids[i]``: target features, or
         with ``recurrent`` the head's output there. Slot 0 stays empty: a mask hides it. Nothing
         reads a head's hidden states."""
-        shape, view = self.net.shape, self.cache.view(tokens)
+        view = self.cache.view(tokens)
         assert tokens.hidden is not None
-        prepare_masks(view, shape.heads // shape.kv_heads)
+        prepare_masks(view, self.groups)
         rotary = self._cos[tokens.positions], self._sin[tokens.positions]
         embedded, parts = self._embed(tokens.ids), new_pass(rotary, view)
         out = self.net(embedded, tokens.hidden, parts, recurrent=recurrent)

@@ -13,12 +13,19 @@ from torch import Tensor
 
 from spectune.runtime.cache import PassTokens, apart
 from spectune.runtime.distributions import Perturb, best_children, codes_on_host
-from spectune.runtime.drafts.device_trees import grows_on_device, tree_phase
+from spectune.runtime.drafts.device_trees import (
+    TREES,
+    captured_sampling,
+    grows_on_device,
+    grows_together,
+    tree_phase,
+)
 from spectune.runtime.drafts.protocol import Drafted, DraftRequest
 from spectune.runtime.models import SlotModel
 from spectune.runtime.sampling import NoiseRows, law
-from spectune.runtime.trees.draft import grow_together, growth
+from spectune.runtime.trees.draft import GrownTree, grow_together, growth
 from spectune.runtime.trees.grow import Codes, Growing
+from spectune.traces.schema import Sampling
 
 
 class TreeReader(ABC):
@@ -85,9 +92,15 @@ def propose_trees(readers: Sequence[TreeReader]) -> list[Drafted]:
     one model, and of one shortlist."""
     first = readers[0]
     context = first.asked.context
-    if grows_on_device(first.model, context.plan, rejects=context.rejects):
-        return [_grown_on_device(reader) for reader in readers]
     rules = [r.asked.context.plan.rule(r.asked.context.sampling) for r in readers]
+    if len(readers) == 1 and not first.base:
+        if grows_on_device(first.model, context.plan, rejects=context.rejects):
+            return [_grown_on_device(first)]
+    elif all(
+        grows_together(r.model, r.asked.context.plan, rule, rejects=r.asked.context.rejects)
+        for r, rule in zip(readers, rules, strict=True)
+    ):
+        return _grown_together(readers)
     growths = [
         growth(rule, reader.asked.depth, reader.asked.limit)
         for rule, reader in zip(rules, readers, strict=True)
@@ -114,6 +127,31 @@ def _grown_on_device(reader: TreeReader) -> Drafted:
     reader.keep(states, tokens, root=True)
     tree = phase.grow(logits, reader.hidden)
     return Drafted(len(tree.tokens), tree.steps, reader.lag, tree.tokens, tree)
+
+
+def _grown_together(readers: Sequence[TreeReader]) -> list[Drafted]:
+    """As :func:`_grown_on_device`, by one pass over all texts, and one sequence for each way in
+    which requests are sampled."""
+    model, grown = readers[0].model, dict[int, GrownTree]()
+    alike = dict[Sampling, list[int]]()
+    for n, reader in enumerate(readers):
+        alike.setdefault(captured_sampling(reader.asked.context.sampling), []).append(n)
+    tokens = [reader.root() for reader in readers]
+    logits, states = model.run_together(tokens, logits=1)
+    ends = torch.from_numpy(np.cumsum([len(each.ids) for each in tokens]) - 1)
+    hidden = states[ends.to(model.device)]
+    for members in alike.values():
+        some = [readers[n].asked for n in members]
+        context, count = some[0].context, next(n for n in TREES if n >= len(some))
+        phase = tree_phase(context.plan, model, context.sampling, count)
+        phase.begin_together(some)
+        rows = slice(None) if len(members) == len(readers) else members
+        trees = phase.grow_together(logits[rows], hidden[rows])
+        grown |= dict(zip(members, trees, strict=True))
+    return [
+        Drafted(len(tree.tokens), tree.steps, reader.lag, tree.tokens, tree)
+        for reader, tree in zip(readers, (grown[n] for n in range(len(readers))), strict=True)
+    ]
 
 
 def _read(
