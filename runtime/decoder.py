@@ -145,7 +145,10 @@ class ModelBackend:
         """Where a request's extent begins; None: there is none now."""
         if not self._seats and self.slots is None:
             self._extents.clear()
-            self.pair.reserve(capacity)  # nothing is cached that must be kept
+            more = self.seats - 1 if self.pair.target.graphs is not None else 0
+            # Nothing is cached that must be kept. Captured passes do not outlast a cache that
+            # grows, so with them there is room for as many requests of the kind at once.
+            self.pair.reserve(capacity + more * (capacity + EXPANDED_LIMIT))
             texts = [self.pair.target.cache.capacity - NODE_LIMIT]
             texts += [m.cache.capacity - EXPANDED_LIMIT for m in self.pair.models.values()]
             self._extents.capacity = min(texts) + EXPANDED_LIMIT

@@ -133,13 +133,26 @@ class FakeRecorder(CudaRecorder):
         return replay, outputs
 
 
+class Repeating(FakeRecorder):
+    """Whose replays run the pass again, kernels and all."""
+
+    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        outputs = compute()
+        self.captured += 1
+
+        def replay() -> None:
+            for old, new in zip(tree_leaves(outputs), tree_leaves(compute()), strict=True):
+                old.copy_(new)
+
+        return replay, outputs
+
+
 class Twins:
     """One pair loaded twice: ``plain``, and ``fast``, which replays captured passes."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, dtype: str = "float64") -> None:
         self.plain, self.fast = (
-            load_pair(read_pair(str(file)), device="cpu", threads=1, dtype="float64")
-            for _ in range(2)
+            load_pair(read_pair(str(file)), device="cpu", threads=1, dtype=dtype) for _ in range(2)
         )
         self.recorder = FakeRecorder()
         use_graphs(self.models, self.recorder)
@@ -581,9 +594,11 @@ def test_only_cuda_has_graphs_and_may_go_without(
     assert plain.target.graphs is None
 
 
-def at_once(pair: LoadedPair, plan: Plan, requests: list[DecodeRequest]) -> list[list[Any]]:
+def at_once(
+    pair: LoadedPair, plan: Plan, requests: list[DecodeRequest], seats: int = 8
+) -> list[list[Any]]:
     """What the rounds of requests say that run at once."""
-    decoder = Decoder(pair, StaticSource(plan), seats=8, slots=SLOTS)
+    decoder = Decoder(pair, StaticSource(plan), seats=seats, slots=SLOTS)
     rounds = {request.id: list[Round]() for request in requests}
     for step in decoder.steps(Waiting(requests)):
         poisoned(pair)
@@ -668,3 +683,31 @@ def test_trees_of_requests_at_once_are_grown_by_programs(
     assert at_once(twins.fast, plan, requests) == alone
     assert max(grown) >= 2
     twins.forget()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+def test_texts_of_requests_at_once_by_kernels_alone(tmp_path: Path) -> None:
+    """In float32: attention, trees and noise by Triton's kernels in passes of all requests."""
+    head = _eagle3_without_lm_head()
+    head.config |= {"eagle_aux_hidden_state_layer_ids": [0, 2, DEEP]}
+    file = pair_with_heads(tmp_path, DEEP, eagle3=head)
+    twins = Twins(file, "float32")
+    use_graphs(twins.models, Repeating())
+    for document, samplings in (
+        (chain("near", 2), [GREEDY, HOT]),
+        (top_k("eagle3", 2, 2, 3), [HOT]),
+    ):
+        policy = parse_policy(document)
+        plans = [prepare(policy, pair.draft_names) for pair in (twins.plain, twins.fast)]
+        requests = [
+            replace(request, max_new_tokens=4)
+            for request in several(twins.plain, samplings, plans[0])[:2]
+        ]
+        texts = []
+        for request in requests:
+            decoder = Decoder(twins.plain, StaticSource(plans[0]))
+            texts.append([r.tokens for r in decoder.rounds(request)])
+        rounds = at_once(twins.fast, plans[1], requests, seats=2)
+        assert [sum((r[2] for r in some), []) for some in rounds] == [sum(t, []) for t in texts]
+        assert twins.missed() == {}
