@@ -59,6 +59,7 @@ MEASUREMENTS = {
     "gpu": "gpu.native",
     "gpu_vllm": "gpu.vllm",
     "gpu_stream": "gpu.stream",
+    "gpu_many": "gpu.many",
 }
 
 

@@ -25,6 +25,8 @@ KINDS = (
 
 
 GATE, GATE_CLIENTS, GATE_COSTS = 1.05, (4, 8, 16), "H100, 8B, sloped"
+BUILT = "several at once are built because of that; no GPU has run them yet"
+SCRIPT = "[script 3](../bench/gpu/README.md)"
 
 
 def page() -> str:
@@ -58,8 +60,8 @@ def answer(found: dict[str, Any]) -> list[str]:
         "",
         f"- **16 clients: trees by load, where an engine has them**: {over('trees by load', 16)} "
         f"(beyond noise at {beyond} of {len(by_load)} costs), after "
-        f"{over('trees by load', 1, 2, 4, 8)} up to 8 clients. vLLM drafts chains; on CUDA our "
-        "decoder serves one request: no GPU has executed this.",
+        f"{over('trees by load', 1, 2, 4, 8)} up to 8 clients. vLLM drafts chains; no GPU has "
+        "executed this.",
         f"- **32 and 64 clients: one constant K**: trees by load {over('trees by load', 32, 64)}, "
         f"one tree {over('tree', 32, 64)}; vLLM's adaptive verification {over('verification', 32)} "
         f"at 32, {over('verification', 64)} at 64.",
@@ -227,11 +229,11 @@ def gate(rows: Sequence[dict[str, Any]]) -> str:
         f"{', '.join(map(_ratio, of))} times the best chain at temperature {temperature}"
         for temperature, of in ratios.items()
     )
+    answer = f"{verdict}; {BUILT} ({SCRIPT})" if likely else "not worth building"
     return (
-        "On CUDA one request is decoded at a time. Several at once are to be built where the best "
-        f"table of policies is at least {GATE} times the best table of chains at {clients} "
-        f"clients. At the sloped costs the best tree alone is {told}: "
-        f"{f'{verdict}; not built yet' if likely else 'not worth building'}."
+        "Several requests at once on CUDA are worth building where the best table of policies is "
+        f"at least {GATE} times the best table of chains at {clients} clients. At the sloped costs "
+        f"the best tree alone is {told}: {answer}."
     )
 
 

@@ -43,9 +43,17 @@ def at_most(interval: Interval, target: float) -> str:
     return at_least((high, low), -target)
 
 
+ORDER: Final = (MET, AGREES, NOT_SHOWN, NOT_MET)
+
+
 def worst(verdicts: Iterable[str]) -> str:
     """Of a target with several parts."""
-    return max(verdicts, key=(MET, AGREES, NOT_SHOWN, NOT_MET).index)
+    return max(verdicts, key=ORDER.index)
+
+
+def best(verdicts: Iterable[str]) -> str:
+    """Of a target that one of several may meet; of none it is not shown."""
+    return min(verdicts, key=ORDER.index, default=NOT_SHOWN)
 
 
 def quantile_interval(values: Sequence[float], quantile: float) -> tuple[float, float]:

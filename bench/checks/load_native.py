@@ -15,7 +15,7 @@ by drawing the requests that are played again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ from spectune.runtime.profiling.measure import measure_profile
 from spectune.traces.cost_table import FloatArray
 from spectune.traces.schema import Sampling
 from spectune.traces.store import TraceStore
-from spectune.traces.tables import LatencyProfile
+from spectune.traces.tables import LatencyProfile, Trajectory
 
 RESULT = "load-native"
 FIXED = {"kind": "fixed", "gamma": 4}
@@ -71,6 +71,10 @@ EXECUTED: dict[str, dict[str, Any]] = {
 EXECUTED["by load"] = {
     "by_load": {"1": EXECUTED["head tree"], "4": EXECUTED["small 2"], "12": EXECUTED["ngram 3"]}
 }
+
+
+LOOK = 12, 8, 6
+"""Of what is recorded: tokens of chains, children and levels of trees."""
 
 
 class Size(NamedTuple):
@@ -100,7 +104,7 @@ def opened(size: Size, sampling: Sampling, name: str, quick: bool, skip: int = 0
     pair = demo()
     store = stored(state_folder(quick) / "load-native.db")
     options, wanted = DecodeOptions(sampling, size.tokens), requests(size.texts, skip=skip)
-    recording = recorded(store, pair, wanted, options, pair.draft_names, 12, 8, 6)
+    recording = recorded(store, pair, wanted, options, pair.draft_names, *LOOK)
     say(f"{name}: recording {recording}")
     return Opened(store, pair, replayable(store, pair, recording))
 
@@ -121,12 +125,60 @@ def steps_profile(
     trace: ReplayTrace,
     seats: int,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    gamma_max: int = 8,
+    most: int = 2,
 ) -> LatencyProfile:
-    """What steps of up to so many requests cost here, measured on a trace's texts."""
+    """What steps of up to so many requests cost here, measured on a trace's texts in up to ``most``
+    sweeps."""
     texts = trace.trajectories
-    contexts = served_contexts(texts)
-    about: dict[str, Any] = {"gamma_max": 8, "texts": whole_texts(texts), "contexts": contexts}
-    return measure_profile(pair, requests=seats, most=2, clock=clock, **about)
+    how: dict[str, Any] = {"texts": whole_texts(texts), "contexts": served_contexts(texts)}
+    return measure_profile(pair, gamma_max=gamma_max, requests=seats, most=most, clock=clock, **how)
+
+
+class Execution(NamedTuple):
+    """Texts in the order in which they were sent, and tokens/s until the last ended."""
+
+    texts: list[list[int]]
+    tokens_per_s: float
+
+
+def prompts_again(texts: Iterable[Trajectory]) -> list[Prompt]:
+    """The requests of recorded texts, to be decoded anew."""
+    return [
+        Prompt("", t.category, tuple(t.prompt_ids.tolist()), seeded_as=t.request_id) for t in texts
+    ]
+
+
+def execute(
+    engine: DecoderEngine,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    clients: int,
+    options: DecodeOptions,
+    count: int,
+) -> Execution:
+    """So many requests of these prompts in turn, each client sending its next as one ends."""
+    how: dict[str, Any] = {"sampling": options.sampling, "max_new_tokens": options.max_new_tokens}
+    answers = list(engine.execute(numbered(prompts, count), policy, Load(clients), **how))
+    seconds = max(answer.finished_s for answer in answers)
+    in_order = sorted((answer.trajectory for answer in answers), key=lambda t: int(t.request_id))
+    texts = [t.output_ids.tolist() for t in in_order]
+    return Execution(texts, sum(map(len, texts)) / seconds)
+
+
+def replayed_speed(
+    trace: ReplayTrace,
+    policy: Policy,
+    clients: int,
+    profile: LatencyProfile,
+    seats: int,
+    count: int,
+) -> float:
+    """Tokens/s of such an execution of a trace's requests, by replay."""
+    plan = prepare(policy, list(trace.panoramas), profile=profile)
+    found = serve_decoder(trace, plan, Load(clients), Seating(seats), profile, count=count)
+    return found.served.tokens_per_s
 
 
 def executed(quick: bool) -> dict[str, Any]:
@@ -137,9 +189,7 @@ def executed(quick: bool) -> dict[str, Any]:
     seats = max(size.clients)
     profile = steps_profile(pair, trace, seats)
     engine = DecoderEngine(pair, seats, profile=profile)
-    prompts = [
-        Prompt("", t.category, tuple(t.prompt_ids.tolist()), seeded_as=t.request_id) for t in texts
-    ]
+    prompts, options = prompts_again(texts), DecodeOptions(Sampling(), size.tokens)
     policies = {name: parse_policy(document) for name, document in EXECUTED.items()}
     cells = [(clients, name) for clients in size.clients for name in policies]
     each: dict[tuple[int, str], list[float]] = {cell: [] for cell in cells}
@@ -150,41 +200,40 @@ def executed(quick: bool) -> dict[str, Any]:
         for at in rng.permutation(len(cells)):
             clients, name = cells[at]
             count = max(8, 2 * clients)
-            how: dict[str, Any] = {"sampling": Sampling(), "max_new_tokens": size.tokens}
-            answers = list(
-                engine.execute(numbered(prompts, count), policies[name], Load(clients), **how)
-            )
-            seconds = max(a.finished_s for a in answers)
-            each[clients, name].append(sum(len(a.trajectory.output_ids) for a in answers) / seconds)
+            got = execute(engine, prompts, policies[name], clients, options, count)
+            each[clients, name].append(got.tokens_per_s)
             differ += sum(
-                a.trajectory.output_ids.tolist()
-                != texts[int(a.trajectory.request_id) % len(texts)].output_ids.tolist()
-                for a in answers
+                text != texts[n % len(texts)].output_ids.tolist()
+                for n, text in enumerate(got.texts)
             )
     rows: list[dict[str, Any]] = []
     for (clients, name), speeds in each.items():
-        plan = prepare(policies[name], pair.draft_names, profile=profile)
         count = max(8, 2 * clients)
-        found = serve_decoder(trace, plan, Load(clients), Seating(seats), profile, count=count)
+        told = replayed_speed(trace, policies[name], clients, profile, seats, count)
         rows.append({
             "clients": clients, "policy": name, "tokens_per_s": speeds,
-            "predicted_tokens_per_s": found.served.tokens_per_s,
+            "predicted_tokens_per_s": told,
         })  # fmt: skip
+    figures = {**errors_of(rows), "texts_differ": differ}
+    say(str(figures))
+    return {**figures, "check": profile.check, "rows": rows}
+
+
+def errors_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How far tokens/s are predicted off the median execution, as predicted and after one common
+    factor, beside how far an execution is off the others."""
     ratios = [row["predicted_tokens_per_s"] / float(np.median(row["tokens_per_s"])) for row in rows]
     factor = float(np.median(ratios))
     plain, again = prediction_errors(rows, "tokens_per_s")
     scaled = [abs(ratio / factor - 1) for ratio in ratios]
-    figures = {
+    return {
         "common_factor": factor,
         "median_error": float(np.median(scaled)),
         "p90_error": float(np.quantile(scaled, 0.9)),
         "median_error_as_predicted": float(np.median(plain)),
         "p90_error_as_predicted": float(np.quantile(plain, 0.9)),
-        "median_repeat_error": float(np.median(again)),
-        "texts_differ": differ,
+        "median_repeat_error": float(np.median(again)) if again else 0.0,
     }
-    say(str(figures))
-    return {**figures, "check": profile.check, "rows": rows}
 
 
 # ---------------------------------------------------------------------------------------- hardware
@@ -325,20 +374,20 @@ def hardware(quick: bool) -> dict[str, Any]:
     return {"texts": size.texts, "tokens": size.tokens, "rows": rows}
 
 
+def halves_of(trace: ReplayTrace) -> list[list[int]]:
+    """Every other request of a trace, and the rest."""
+    return [list(range(n, len(trace.trajectories), 2)) for n in (0, 1)]
+
+
 def by_clients(
     play: Played, each: Mapping[str, list[Policy]], size: Size
 ) -> Iterator[dict[str, Any]]:
     """A row for each number of clients, and for requests that arrive."""
-    halves = [list(range(n, len(play.trace.trajectories), 2)) for n in (0, 1)]
+    halves = halves_of(play.trace)
     rng = np.random.default_rng(0)
     chosen: list[dict[str, dict[int, Policy]]] = []
     for fit in halves:
-        best: dict[str, dict[int, Policy]] = {name: {} for name in each}
-        for clients in CLIENTS:
-            for name, policies in each.items():
-                tried = [play(policy, fit, Load(clients)) for policy in policies]
-                best[name][clients] = policies[int(np.argmax(tried))]
-        chosen.append(best)
+        chosen.append(best_of_kinds(play, each, fit))
     tables = [table_of(play, best, fit) for best, fit in zip(chosen, halves, strict=True)]
     most = play(AUTOREGRESSIVE, halves[0], Load(max(CLIENTS)))
     mean = np.mean([len(t.output_ids) for t in play.trace.trajectories])
@@ -358,10 +407,34 @@ def by_clients(
         yield {"load": name, **figures_of(speeds)}
 
 
-def table_of(play: Played, best: Mapping[str, Mapping[int, Policy]], texts: list[int]) -> Policy:
+Play = Callable[[Policy, Sequence[int], Load], float]
+"""Tokens/s of a policy on some requests under a load."""
+
+
+def best_of_kinds(
+    play: Play,
+    each: Mapping[str, Sequence[Policy]],
+    texts: Sequence[int],
+    every: Iterable[int] = CLIENTS,
+) -> dict[str, dict[int, Policy]]:
+    """By kind and clients the policy that is fastest on some requests."""
+    best: dict[str, dict[int, Policy]] = {name: {} for name in each}
+    for clients in every:
+        for name, policies in each.items():
+            tried = [play(policy, texts, Load(clients)) for policy in policies]
+            best[name][clients] = policies[int(np.argmax(tried))]
+    return best
+
+
+def table_of(
+    play: Play,
+    best: Mapping[str, Mapping[int, Policy]],
+    texts: Sequence[int],
+    every: Iterable[int] = CLIENTS,
+) -> Policy:
     """The best of all kinds at each number of requests, in as few entries as say it."""
     entries = {}
-    for clients in CLIENTS:
+    for clients in every:
         among = [AUTOREGRESSIVE, *(of[clients] for of in best.values())]
         speeds = [play(policy, texts, Load(clients)) for policy in among]
         entries[clients] = among[int(np.argmax(speeds))]

@@ -66,12 +66,14 @@ POLICIES: dict[str, Figures] = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Where parts run: the device, how large, how long, and the folder of the ballasted pair."""
+    """Where parts run: the device, how large, how long, the folder of the ballasted pair, and the
+    drafts that are loaded (None: all)."""
 
     device: str
     tiny: bool
     seconds: float
     folder: Path
+    drafts: tuple[str, ...] | None = None
 
     @property
     def file(self) -> Path:
@@ -87,7 +89,7 @@ class Bench:
 
     @cached_property
     def pair(self) -> LoadedPair:
-        return load_pair(read_pair(str(self.file)), device=self.device)
+        return load_pair(read_pair(str(self.file)), device=self.device, drafts=self.drafts)
 
     @cached_property
     def encoded(self) -> Encoded:
@@ -401,6 +403,39 @@ def published(bench: Bench) -> Figures:
     return {**row, "rounds lost": lost}
 
 
+STATIC = {"cache_implementation": "static"}
+"""How transformers compiles its passes."""
+
+
+def in_transformers(bench: Bench, path: str) -> Any:
+    dtype = bench.pair.target.dtype
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(bench.device)
+
+
+def generated(bench: Bench, target: Any, texts: Sequence[list[int]], **how: Any) -> Figures:
+    """Tokens a second of transformers' ``generate`` on the first of the bench's requests, whose
+    ``texts`` are ours, and how many differ from these; the first request is decoded once before, as
+    that compiles."""
+    differ, tokens, seconds = 0, 0, list[float]()
+    items = bench.encoded.items[: len(texts)]
+    for _, request in (items[0], *items):
+        ids = torch.tensor([request.prompt_ids], device=bench.device)
+        bench.wait()
+        began = time.perf_counter()
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request.max_new_tokens,
+            pad_token_id=0,
+            **how,
+        )[0, ids.shape[1] :].tolist()
+        seconds.append(time.perf_counter() - began)
+        if len(seconds) > 1:
+            tokens, differ = tokens + len(out), differ + (out != texts[len(seconds) - 2])
+    return {"tokens/s": tokens / sum(seconds[1:]), "first s": seconds[0], "differ": differ}
+
+
 def generate(bench: Bench) -> Figures:
     """Tokens a second of transformers on the ballasted target and draft and the same prompts, and
     the texts that differ from our autoregression's (in bfloat16 some may)."""
@@ -410,33 +445,14 @@ def generate(bench: Bench) -> Figures:
     speed = sum(map(len, texts)) / sum(d.seconds for d in ours)
     rows = [{"what": "autoregression, ours", "tokens/s": speed, "first s": None, "differ": 0}]
     target, draft = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=pair.target.dtype).to(bench.device)
-        for path in (pair.spec.target, dict(pair.spec.drafts)["small"])
+        in_transformers(bench, path) for path in (pair.spec.target, dict(pair.spec.drafts)["small"])
     )
     for what, count, how in (
         ("transformers, eager", 2, {}),
         ("transformers, assisted by the draft", 2, {"assistant_model": draft}),
-        ("transformers, static cache, compiled", 6, {"cache_implementation": "static"}),
+        ("transformers, static cache, compiled", 6, STATIC),
     ):
-        differ, tokens, seconds = 0, 0, list[float]()
-        items = bench.encoded.items[:count]
-        for _, request in (items[0], *items):
-            ids = torch.tensor([request.prompt_ids], device=bench.device)
-            bench.wait()
-            began = time.perf_counter()
-            out = target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=request.max_new_tokens,
-                pad_token_id=0,
-                **how,
-            )[0, ids.shape[1] :].tolist()
-            seconds.append(time.perf_counter() - began)
-            if len(seconds) > 1:  # the first compiles
-                tokens, differ = tokens + len(out), differ + (out != texts[len(seconds) - 2])
-        row = {"what": what, "tokens/s": tokens / sum(seconds[1:]), "first s": seconds[0]}
-        rows.append({**row, "differ": differ})
+        rows.append({"what": what, **generated(bench, target, texts[:count], **how)})
         say(rows[-1])
     return {"rows": rows, "ours_over_compiled": speed / float(rows[-1]["tokens/s"])}
 

@@ -3,19 +3,22 @@ line of such a measurement, its rows, and what is read of them afterwards."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import RESULTS
-from bench.harness import keep, parser_of, say
+from bench.harness import keep, origin, parser_of, say
 from bench.markdown import table, table_of
 from bench.verdicts import MET, NOT_MET
+from spectune.runtime.hardware import hardware
 from spectune.traces.text import one_line
 
 Figures = dict[str, Any]
@@ -51,6 +54,48 @@ def begin(parser: ArgumentParser, asked: Namespace) -> None:
 
 class OutOfTimeError(Exception):
     """Its time is over while a part runs."""
+
+
+def run_parts(
+    parser: ArgumentParser,
+    asked: Namespace,
+    parts: Mapping[str, Callable[[], Figures]],
+    names: str,
+    until: float,
+    ended: Callable[[str], None] = lambda part: None,
+    **more: Any,
+) -> int:
+    """Runs the parts that are asked for and have no figures yet, until a moment of the monotonic
+    clock, and prints which failed and which were not run; 1 where one failed. ``names``: of all
+    parts, as they are told where one is unknown; ``ended`` is called after each; ``more`` is noted
+    of the call. Ends with a line for unknown parts and a folder with figures of another machine."""
+    rows, on, made = Rows(asked.out), hardware(asked.device), origin()
+    if unknown := set(asked.parts) - set(parts):
+        parser.error(f"no part {min(unknown)!r}; there are {names}")
+    if others := {row["on"] for row in rows.read() if row["part"] == "plan"} - {on}:
+        parser.error(f"{asked.out} has figures of {min(others)}; name another folder")
+    chosen, before = asked.parts or [*parts], len(rows.read())
+    plan = {"plan": [*parts], "on": on, "is_tiny": asked.tiny, **more}
+    rows.add("plan", plan | {name: made[name] for name in ("measured", "code", "environment")})
+    done = rows.done()
+    for name, part in parts.items():
+        if name not in chosen or name in done:
+            continue
+        if time.monotonic() >= until:
+            break
+        began = time.monotonic()
+        try:
+            figures = part()
+        except OutOfTimeError:
+            break
+        except Exception as error:  # the other parts may still be had
+            figures = failed(error)
+        rows.add(name, {**figures, "seconds": time.monotonic() - began})
+        ended(name)
+        gc.collect()  # models hold the graphs that hold them
+        if asked.device == "cuda":
+            torch.cuda.empty_cache()
+    return rows.outcome(chosen, before)
 
 
 class Rows:
@@ -91,7 +136,10 @@ def tell(row: Figures) -> None:
     say({name: value for name, value in row.items() if name not in LONG})
 
 
-LONG = ("texts", "tables", "plan", "prompt", "profile", "passes", "executed", "lines")
+LONG = (
+    *("texts", "tables", "plan", "prompt", "profile", "passes", "executed", "lines"),
+    "policies",
+)
 """Figures that are not printed."""
 
 

@@ -23,7 +23,6 @@ at the costs that the tuning measured, and writes ``bench/results/gpu-stream-DEV
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import time
@@ -41,13 +40,11 @@ from pairs import chain, top_k
 from bench import ROOT
 from bench.gpu.checkout import Checkout
 from bench.gpu.native import Bench, captured_pass, random_target, tuning
-from bench.gpu.rows import Figures, OutOfTimeError, Rows, begin, command_line, failed
-from bench.harness import origin
+from bench.gpu.rows import Figures, OutOfTimeError, Rows, begin, command_line, run_parts
 from bench.lab import GREEDY, interval_of, requests, stored
 from spectune.optimizer.execute import DecodeOptions, encode
 from spectune.optimizer.stored_artifacts import fitted
 from spectune.runtime.decoder import Decoder, prepare_for
-from spectune.runtime.hardware import hardware
 from spectune.runtime.loop import DecodeRequest, StaticSource
 from spectune.runtime.policies.document import parse_policy
 from spectune.runtime.profiling.measure import measure_profile
@@ -372,43 +369,6 @@ def parts(of: Measurement) -> dict[str, Callable[[], Figures]]:
     return found | {"costs": partial(costs, of)}
 
 
-def measure(of: Measurement, names: Sequence[str]) -> None:
-    """Runs the named parts that have no figures yet, until time is over."""
-    of.rows.add("plan", about(of))
-    done = of.rows.done()
-    for name, part in parts(of).items():
-        if name not in names or name in done:
-            continue
-        if of.seconds_left <= 0:
-            return
-        began = time.monotonic()
-        try:
-            figures = part()
-        except OutOfTimeError:
-            return
-        except Exception as error:  # the other parts may still be had
-            figures = failed(error)
-        of.rows.add(name, {**figures, "seconds": time.monotonic() - began})
-        if name == "tree":
-            for side in of.sides.values():
-                side.forget()
-        gc.collect()  # models hold the graphs that hold them
-        if of.bench.device == "cuda":
-            torch.cuda.empty_cache()
-
-
-def about(of: Measurement) -> Figures:
-    """What a call measures, on what and by what."""
-    made = origin()
-    return {
-        "plan": [*parts(of)],
-        "on": hardware(of.bench.device),
-        "is_tiny": of.bench.tiny,
-        "has_before": of.before is not None,
-        **{name: made[name] for name in ("measured", "code", "environment")},
-    }
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = command_line(__doc__)
     parser.add_argument(
@@ -430,12 +390,11 @@ def main(arguments: Sequence[str]) -> int:
         asked.out.resolve(),
         asked.before and asked.before.resolve(),
     )
-    names = [*parts(of)]
-    if unknown := set(asked.parts) - set(names):
-        parser.error(f"no part {min(unknown)!r}; there are {', '.join(names[:4])}, prompt N, costs")
-    plans = [row["on"] for row in of.rows.read() if row["part"] == "plan"]
-    if others := {*plans} - {hardware(of.bench.device)}:
-        parser.error(f"{asked.out} has figures of {min(others)}; name another folder")
-    chosen, before = asked.parts or names, len(of.rows.read())
-    measure(of, chosen)
-    return of.rows.outcome(chosen, before)
+
+    def ended(part: str) -> None:
+        for side in of.sides.values() if part == "tree" else ():
+            side.forget()
+
+    names = "passes, drafting, tree, tune, prompt N, costs"
+    has_before = asked.before is not None
+    return run_parts(parser, asked, parts(of), names, of.until, ended, has_before=has_before)

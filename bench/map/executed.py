@@ -22,7 +22,7 @@ import numpy as np
 from pairs import fixed, top_k
 
 from bench import RESULTS
-from bench.checks.load_native import kinds, steps_profile
+from bench.checks.load_native import kinds, replayed_speed, steps_profile
 from bench.checks.rules import CLOCK, decode
 from bench.harness import say, state_folder
 from bench.lab import CATEGORIES, Halves, interval_of, requests
@@ -39,13 +39,10 @@ from bench.map.cells import (
 )
 from bench.map.costs import named
 from bench.verdicts import of_draws
-from spectune.engines.engine import Load
 from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
-from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
-from spectune.runtime.policies.plan import prepare
 from spectune.traces.tables import LatencyProfile
 
 SEED = 6820261128
@@ -129,10 +126,8 @@ def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> di
     of = {"nothing": [AUTOREGRESSIVE], "chain": chains, "tree": kinds(draft)["tree"]}
 
     def play(policy: Policy, texts: Sequence[int]) -> float:
-        plan, load = prepare(policy, h.pair.draft_names, profile=profile), Load(clients)
         trace = h.trace.select(texts)
-        found = serve_decoder(trace, plan, load, Seating(seats), profile, count=count)
-        return found.served.tokens_per_s
+        return replayed_speed(trace, policy, clients, profile, seats, count)
 
     best = {name: max(some, key=lambda p: play(p, h.fit)) for name, some in of.items()}
     speeds = {name: play(policy, h.fit) for name, policy in best.items()}
