@@ -75,8 +75,7 @@ POLICIES: list[Figures] = [chain("small", 4), chain("head", 4), top_k("head", 4,
 class Size(NamedTuple):
     """How much is measured: requests, half of which is executed, and their new tokens; numbers of
     clients in the order in which they are measured; counted passes of each policy there; the
-    sampling of texts; the longest chain and the most sweeps of the profile; requests of each policy
-    in float64."""
+    sampling of texts; the longest chain and the most sweeps of the profile."""
 
     requests: int
     tokens: int
@@ -85,11 +84,10 @@ class Size(NamedTuple):
     samplings: tuple[Sampling, ...]
     gamma_max: int
     sweeps: int
-    exact: int
 
 
-FULL = Size(48, 48, (1, 4, 16, 64, 2, 8, 32), 5, (GREEDY, SAMPLED), 8, 2, 8)
-TINY = Size(4, 6, (1, 2), 2, (GREEDY,), 2, 1, 2)
+FULL = Size(48, 48, (1, 4, 16, 64, 2, 8, 32), 5, (GREEDY, SAMPLED), 8, 2)
+TINY = Size(4, 6, (1, 2), 2, (GREEDY,), 2, 1)
 
 
 @dataclass(frozen=True)
@@ -178,9 +176,8 @@ def choose(of: Measurement, sampling: Sampling) -> Figures:
         where = load.clients, of.profile, of.seats, sent(texts, load.clients)
         return replayed_speed(trace.select(texts), policy, *where)
 
-    fit = halves_of(trace)[0]
-    every_kind = kinds(DRAFT)
-    best = best_of_kinds(play, {kind: every_kind[kind] for kind in ("chain", "tree")}, fit, every)
+    fit, among = halves_of(trace)[0], kinds(DRAFT)
+    best = best_of_kinds(play, {kind: among[kind] for kind in ("chain", "tree")}, fit, every)
     table = table_of(play, best, fit, every)
     chosen: dict[int, dict[str, Policy]] = {
         n: {"none": AUTOREGRESSIVE, **{kind: by[n] for kind, by in best.items()}, "by load": table}
@@ -241,10 +238,9 @@ def texts(of: Measurement) -> Figures:
     differ from those of one at a time without a draft."""
     drafts = ("small", DRAFT)
     pair = load_pair(read_pair("demo"), device=of.bench.device, dtype="float64", drafts=drafts)
-    prompts = prompts_of(pair, requests(of.size.exact, skip=60), DecodeOptions(GREEDY, 1))
-    alone, together = (DecoderEngine(pair, seats) for seats in (1, max(TOGETHER)))
-    count = max(len(prompts), *TOGETHER)
-    rows = []
+    count, rows = max(TOGETHER), []
+    alone, together = (DecoderEngine(pair, seats) for seats in (1, count))
+    prompts = prompts_of(pair, requests(count, skip=60), DecodeOptions(GREEDY, 1))
     for sampling in of.size.samplings:
         options = DecodeOptions(sampling, min(24, of.size.tokens))
         expected = execute(alone, prompts, AUTOREGRESSIVE, 1, options, count).texts
