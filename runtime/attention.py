@@ -5,7 +5,6 @@ keys are never repeated."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -134,8 +133,9 @@ def seat_mask(seats: Seats, rows: int, slots: int) -> Tensor:
     within = (row >= first) & (row < first + count)
     start, told, stop = ((x * within).sum(0)[:, None] for x in (start, told, stop))
     place = (column - told).clamp(0, mask.shape[1] - 1)
-    seen = (column >= start) & (column < stop) & ((column < told) | mask.gather(1, place))
-    return seen | (~within.any(0)[:, None] & (column == 0))
+    seen: Tensor = (column < told) | mask.gather(1, place)
+    seen = seen & (column >= start) & (column < stop)
+    return seen.logical_or(~within.any(0)[:, None] & (column == 0))
 
 
 def _torch_attention(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:

@@ -64,10 +64,10 @@ class SlotModel(ABC):
     weights' dtype.
 
     ``first_slot``: no token stands in a slot before it. ``feature_size``: width of the hidden
-    states of another model that a pass takes beside its tokens; 0: none. ``groups``: query heads that
-    share a key-value head. ``token_ids`` int64
-    [rows]: the target's ids of the output head's rows (None: row i is token i); other tokens get a
-    logit of -inf. ``graphs`` replays the passes that it has captured (None: all run eagerly)."""
+    states of another model that a pass takes beside its tokens; 0: none. ``groups``: query heads
+    that share a key-value head. ``token_ids`` int64 [rows]: the target's ids of the output head's
+    rows (None: row i is token i); other tokens get a logit of -inf. ``graphs`` replays the passes
+    that it has captured (None: all run eagerly)."""
 
     graphs: PassGraphs | None = None
     first_slot = 0
@@ -224,14 +224,16 @@ class SlotModel(ABC):
             return self._pass(kind, tokens, rows)
         if self.graphs is not None and not recurrent:
             whole = logits is None or all(len(tokens.ids) == logits for tokens in passes)
-            answers = [_output(1, greedy=greedy)] if whole else []
-            for output in (*answers, *(["states"] if logits is not None else [])):
+            outputs: list[Output] = [_output(1, greedy=greedy)] if whole else []
+            if logits is not None:
+                outputs.append("states")
+            for output in outputs:
                 kind = PassKind(output, causal=False)
-                if (outputs := self.graphs.run_together(kind, passes)) is not None:
-                    self.tapped = outputs.tapped
+                if (found := self.graphs.run_together(kind, passes)) is not None:
+                    self.tapped = found.tapped
                     if output != "states":
-                        return outputs.result, outputs.states
-                    return self._lasts(passes, outputs.states, logits or 0, greedy=greedy)
+                        return found.result, found.states
+                    return self._lasts(passes, found.states, logits or 0, greedy=greedy)
         joined = together([_masked(each.spread()) for each in passes])
         states, self.tapped = self.forward(joined, recurrent=recurrent)
         if logits is not None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -187,9 +187,9 @@ class CapturedTogether:
         self._hidden = None
         if model.feature_size:
             self._hidden = torch.zeros(n, model.feature_size, dtype=model.dtype, device=device)
-        inputs = PassTokens(
-            *numbers, None, capacity, hidden=self._hidden, seats=Seats(tiles, self._mask)
-        )
+        ids, positions, slots = numbers
+        fed: dict[str, Any] = {"hidden": self._hidden, "seats": Seats(tiles, self._mask)}
+        inputs = PassTokens(ids, positions, slots, None, capacity, **fed)
 
         def compute() -> Outputs:
             states, tapped = model.forward(inputs)

@@ -46,8 +46,8 @@ def seat_attention(
     query: Tensor, keys: Tensor, values: Tensor, seats: Seats, scale: float
 ) -> Tensor:
     """Attention of ``query`` [H, n, D] over ``keys`` and ``values`` [Hkv, slots, D], laid out
-    alike: [n, H, D], contiguous. A tile has at most :func:`tile_rows` rows. A row that sees nothing,
-    or is of no tile, gets zeros. Sums are float32."""
+    alike: [n, H, D], contiguous. A tile has at most :func:`tile_rows` rows. A row that sees
+    nothing, or is of no tile, gets zeros. Sums are float32."""
     (heads, n, dim), kv_heads, (tiles, mask) = query.shape, keys.shape[0], seats
     groups, width = heads // kv_heads, max(16, power_of_two(dim))
     rows = tile_rows(groups)
@@ -89,10 +89,10 @@ def seat_kernel(interpreted: bool) -> Any:
         begins, count = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
         start, told = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
         stop = tl.load(tile + 4).to(tl.int32)
-        if count > 0:
-            share = tl.cdiv(tl.cdiv(stop - start, SPLITS), KEYS) * KEYS
-            first = start + part * share
-            last = tl.minimum(first + share, stop)
+        share = tl.cdiv(tl.cdiv(stop - start, SPLITS), KEYS) * KEYS
+        first = start + part * share
+        last = tl.minimum(first + share, stop)
+        if first < last:
             pair = tl.arange(0, ROWS)
             real = (pair % TILE < count) & (pair // TILE < groups)
             row = begins + pair % TILE

@@ -250,7 +250,9 @@ class TreePhase:
         else:
             mask = self._mask[above]
         self._mask[:n] = mask | (self._columns == slots[:, None])
-        positions = (self._numbers[0, 1:2] + (level - 1)).clamp_max(model.max_positions - 1).expand(n)
+        positions = (
+            (self._numbers[0, 1:2] + (level - 1)).clamp_max(model.max_positions - 1).expand(n)
+        )
         length = (slots[-1:] + 1).clamp_max(capacity)
         mask = self._mask[:n]
         return PassTokens(tokens, positions, slots, mask, capacity, length=length), above

@@ -63,7 +63,8 @@ def _multiple(number: int, of: int) -> int:
 class TreeProgram:
     """The trees of a :class:`GrowingTree`, whose sizes these are, ``trees`` of them at once.
     ``numbers`` int64 [trees, any] are read on the device: of each a text's length as slot and as
-    position, the depth, the limit, and (of several) the slot from which on the text is seen. ``slots`` of the cache; ``positions`` that there are."""
+    position, the depth, the limit, and (of several) the slot from which on the text is seen; of
+    one it is ``first_slot``. ``slots`` of the cache; ``positions`` that there are."""
 
     def __init__(
         self,

@@ -48,7 +48,9 @@ class Plan:
     shortlists: Shortlists | None = None
     """:attr:`shortlist` for the pair as it is loaded, made aside
     (:func:`runtime.decoder.prepare_for`)."""
-    phases: dict[tuple[SlotModel, Sampling, int], TreePhase] = field(default_factory=dict, init=False)
+    phases: dict[tuple[SlotModel, Sampling, int], TreePhase] = field(
+        default_factory=dict, init=False
+    )
     """How trees are drafted on a device (:func:`runtime.drafts.device_trees.tree_phase`). A plan
     that is made of another by ``dataclasses.replace`` may have other rules, and shares none."""
     chooser: Chooser | None = None
