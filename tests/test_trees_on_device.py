@@ -13,6 +13,7 @@ import torch
 from test_trees import KINDS, Case, Told, as_codes, random_case
 from tree_reference import Path
 
+from spectune.runtime.attention import seat_mask
 from spectune.runtime.distributions import Children, DeviceCodes, codes_on_device
 from spectune.runtime.drafts.tree_program import TreeProgram
 from spectune.runtime.trees.draft import GrownTree, grow
@@ -154,11 +155,11 @@ def test_one_program_a_level_grows_the_same_trees(coupled: bool) -> None:
     for trial, (width, depth, top_n) in enumerate(sizes):
         rng, slots = torch.Generator().manual_seed(trial), 100
         rule = TreeRule(width, width, coupled, top_n=top_n)
-        usual, numbers = GrowingTree(rule, depth, CPU), torch.zeros(3, dtype=torch.int64)
+        usual, numbers = GrowingTree(rule, depth, CPU), torch.zeros(1, 3, dtype=torch.int64)
         program = TreeProgram(GrowingTree(rule, depth, CPU), numbers, slots, 1, 90)
         for goal, length in ((depth, 20), (max(1, depth - 1), 87)):
             numbers[:] = torch.tensor([length, length, goal])
-            usual.begin(numbers[2:], numbers[2:])
+            usual.begin(numbers[0, 2:], numbers[0, 2:])
             sees, first = [{*range(1, length)}], length
             for level in range(1, depth + 1):
                 rows, given = usual.sizes[level - 1], width - (trial == 4)
@@ -177,3 +178,45 @@ def test_one_program_a_level_grows_the_same_trees(coupled: bool) -> None:
                 first += len(own)
             ours, theirs = program.choose(depth).tolist(), usual.choose().tolist()
             assert grown_tree(ours, usual.sizes) == grown_tree(theirs, usual.sizes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is published for Linux only")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_program_for_each_request_grows_the_tree_that_one_grows(coupled: bool) -> None:
+    """Of texts in extents of their own and of several depths, and none where there is no request:
+    what passes read of each, and what is chosen."""
+    slots, texts = 400, [(0, 20, 3), (100, 130, 4), (200, 201, 1)]  # extents, ends, depths
+    for trial, (width, top_n) in enumerate([(2, 60), (8, 20), (5, None)]):
+        rng, rule = torch.Generator().manual_seed(trial), TreeRule(width, width, coupled)
+        rule = replace(rule, top_n=top_n)
+        told = [[end, end - base, goal, 0, base + 1] for base, end, goal in texts]
+        numbers = torch.tensor([*told, [slots, 0, 0, 0, slots]])
+        several = TreeProgram(GrowingTree(rule, 4, CPU), numbers, slots, 1, 90, trees=4)
+        single = [
+            TreeProgram(GrowingTree(rule, 4, CPU), row[None], slots, 1, 90) for row in numbers
+        ]
+        for level in range(1, 5):
+            rows, n = several.growing.sizes[level - 1 : level + 1]
+            drawn = [drawn_children(rows, width, trial, rng) for _ in single]
+            joined = [None if x[0] is None else torch.cat(x) for x in zip(*drawn, strict=True)]
+            several.add(Children(*joined), level)
+            read, above = several.read_together(level, groups=16)
+            assert read.seats is not None
+            seen, parts = seat_mask(read.seats, 4 * n, slots), list[tuple[torch.Tensor, ...]]()
+            for tree, (program, children) in enumerate(zip(single, drawn, strict=True)):
+                program.add(children, level)
+                own, parents = program.read(level)
+                here = slice(tree * n, (tree + 1) * n)
+                parts.append((own.ids, own.positions, own.slots, parents + tree * rows))
+                if tree == len(texts):
+                    continue
+                assert own.mask is not None
+                mask = own.mask.clone()
+                mask[:, : texts[tree][0] + 1] = False  # what it sees before its extent
+                assert torch.equal(seen[here], mask)
+            joined = [torch.cat(x) for x in zip(*parts, strict=True)]
+            assert all(map(torch.equal, (read.ids, read.positions, read.slots, above), joined))
+        sizes = several.growing.sizes
+        for ours, program in zip(several.choose(4).tolist(), single, strict=True):
+            assert grown_tree(ours, sizes) == grown_tree(program.choose(4).tolist(), sizes)
