@@ -147,8 +147,8 @@ class SlotModel(ABC):
 
     def ids(self, tokens: list[int]) -> Tensor:
         """Token ids, int64 [n]: on the device, or on the host where captured passes upload them
-        with all else that they read."""
-        uploads = self.graphs is not None and skinny_on()
+        with all else that they read, or with those of other requests."""
+        uploads = self.graphs is not None and (skinny_on() or self.graphs.seats > 1)
         return ids_tensor(tokens, torch.device("cpu") if uploads else self.device)
 
     def following(

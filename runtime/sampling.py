@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -262,7 +264,10 @@ class NoiseRows:
         return self.add(scores, ids).argmax(-1)
 
     def _keys(self, device: torch.device) -> Tensor:
-        return keys_tensor([noise.keys([at])[0] for noise, at in self._rows], device)
+        keys = list[int]()
+        for noise, rows in groupby(self._rows, itemgetter(0)):
+            keys += noise.keys([at for _, at in rows])
+        return keys_tensor(keys, device)
 
 
 def sample_rows(

@@ -279,7 +279,9 @@ class PassGraphs:
             return
         rungs = RUNGS[: 1 + RUNGS.index(_RUNG_OF[min(most, RUNGS[-1])])]
         for rung in reversed(rungs):  # the largest first, so that the pool fits all
-            self._try(partial(self._add, Shape(rung, kind)))
+            shape = Shape(rung, kind)
+            if shape not in self._passes:
+                self._try(partial(self._add, shape))
 
     def capture_together(self, each: int, output: Output) -> None:
         """Captures passes over up to ``each`` tokens of as many requests as may run at once, unless
@@ -291,16 +293,15 @@ class PassGraphs:
         rungs = [r for n, r in enumerate(TOGETHER) if not n or TOGETHER[n - 1] < most]
         for rung in reversed(rungs):
             shape = Shape(rung, PassKind(output, causal=False), together=True)
-            self._try(partial(self._add, shape))
+            if shape not in self._together:
+                self._try(partial(self._add_together, shape))
 
     def _add(self, shape: Shape) -> None:
-        if shape in self.shapes:
-            return
-        if shape.together:
-            captured = CapturedTogether(self.model, shape, self._recorder, self.seats)
-            self._together[shape] = captured
-        else:
-            self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
+        self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
+
+    def _add_together(self, shape: Shape) -> None:
+        captured = CapturedTogether(self.model, shape, self._recorder, self.seats)
+        self._together[shape] = captured
 
     def record(
         self, compute: Callable[[], T], states: Tensor
