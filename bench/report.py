@@ -183,7 +183,7 @@ CHECKS = {
     "real": (
         "Gemma 3 270M: what differs",
         "none in float64",
-        "prompt lookup alone",
+        "texts of 24 to 64 tokens",
         real,
     ),
     "acceptance-rounding": (
