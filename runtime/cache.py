@@ -102,7 +102,6 @@ def together(passes: Sequence[PassTokens]) -> PassTokens:
     if len(passes) == 1:
         return passes[0]
     ids, positions, slots = (torch.cat([p[i] for p in passes]) for i in range(3))  # type: ignore[misc]
-    ids = ids.to(slots.device)
     hidden = [p.hidden for p in passes if p.hidden is not None]
     spans, first = [], 0
     for each in passes:

@@ -78,9 +78,6 @@ class ModelBackend:
     def __init__(self, pair: LoadedPair, seats: int = 1, slots: int | None = None) -> None:
         if seats > 1 and pair.device.type not in ("cpu", "cuda"):
             raise PairError(f"{seats} requests at once: models on {pair.device.type} decode one")
-        for model in (pair.target, *pair.models.values()):
-            if model.graphs is not None:
-                model.graphs.seats = seats
         self.pair, self.seats, self.slots = pair, seats, slots
         models = {name: LanguageModelDraft(model) for name, model in pair.drafts.items()}
         heads = {name: EagleDraft(head, pair.target) for name, head in pair.heads.items()}
@@ -118,6 +115,10 @@ class ModelBackend:
         if problem := self.too_large(request):
             raise WorkloadError(f"request {request.id}: {problem}")
         capacity = _capacity(request)
+        for model in (target, *self.pair.models.values()):
+            if model.graphs is not None:
+                model.graphs.seats = self.seats
+        slots, others = target.cache.capacity, len(self._seats)
         base = self._take(capacity)
         if base is None:
             return False
@@ -134,6 +135,8 @@ class ModelBackend:
             list(request.prompt_ids),
         )
         prepare_graphs(self.pair, plan, sampling=request.sampling, rejects=request.rejects)
+        if others and target.cache.capacity > slots:  # what those that run need is forgotten, too
+            prepare_graphs(self.pair, plan)
         name = plan.policy.draft
         if name in seat.fitting:
             if self._drafts[name].reads_features:
@@ -148,7 +151,10 @@ class ModelBackend:
             more = self.seats - 1 if self.pair.target.graphs is not None else 0
             # Nothing is cached that must be kept. Captured passes do not outlast a cache that
             # grows, so with them there is room for as many requests of the kind at once.
-            self.pair.reserve(capacity + more * (capacity + EXPANDED_LIMIT))
+            try:
+                self.pair.reserve(capacity + more * (capacity + EXPANDED_LIMIT))
+            except torch.OutOfMemoryError:
+                self.pair.reserve(capacity)
             texts = [self.pair.target.cache.capacity - NODE_LIMIT]
             texts += [m.cache.capacity - EXPANDED_LIMIT for m in self.pair.models.values()]
             self._extents.capacity = min(texts) + EXPANDED_LIMIT

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectune.runtime.attention import attend_slots
-from spectune.runtime.cache import CacheView, LayerShape, PassTokens, SlotCache
+from spectune.runtime.cache import CacheView, LayerShape, PassTokens, Seats, SlotCache
 from spectune.runtime.cuda import layers as kernels
 from spectune.runtime.cuda import noise
 from spectune.runtime.cuda.launch import kernels_run, switched_on, try_launch
 from spectune.runtime.cuda.layers import Norm
+from spectune.runtime.cuda.seat_attention import seat_attention
 from spectune.runtime.cuda.skinny import MOST_ROWS, skinny, skinny_on, skinny_runs
 from spectune.runtime.cuda.split_attention import DTYPES, attention_runs, split_attention
 from spectune.runtime.drafts.tree_program import try_program
@@ -92,7 +93,7 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
         zeros, slot = states.new_zeros, torch.zeros(1, dtype=torch.int64, device=device)
         for add in (noise.perturbed, noise.best):
             add(torch.zeros(1, 1, device=device), slot[:, None])
-        if skinny_on():
+        if skinny_on() or device.type == "cuda":
             try_program(device)
         if states.dtype not in DTYPES:
             return
@@ -114,6 +115,9 @@ def try_kernels(cache: SlotCache, heads: int, hidden_size: int) -> None:
         for width in (1, 64):  # 64 rows of one head fill the largest block
             mask = torch.ones(width, 1, dtype=torch.bool, device=device)
             split_attention(zeros(heads, width, dim), keys, values, mask, slot + 1, 1.0)
+        if device.type == "cuda":  # of several requests
+            seats = Seats(torch.tensor([[0, 1, 0, 0, 1]], device=device), mask[:1])
+            seat_attention(zeros(heads, 1, dim), keys, values, seats, 1.0)
 
     if kernels_run(device):
         try_launch(device, launch)

@@ -110,6 +110,13 @@ class SlotModel(ABC):
         self.cache.reserve(tokens, keep=keep)
         self._positions = torch.arange(self.cache.capacity, device=self.device)
 
+    @property
+    def can_join(self) -> bool:
+        """Whether passes of several requests are captured: no layer slides, and all have as many
+        key-value heads."""
+        heads = {layer.heads for layer in self.cache.shapes}
+        return self.cache.window is None and len(heads) == 1
+
     @abstractmethod
     def forward(self, tokens: PassTokens, *, recurrent: bool = False) -> tuple[Tensor, Tensor]:
         """A pass over the cache: the last hidden states [n, hidden_size], and those that other
@@ -235,6 +242,7 @@ class SlotModel(ABC):
                         return found.result, found.states
                     return self._lasts(passes, found.states, logits or 0, greedy=greedy)
         joined = together([_masked(each.spread()) for each in passes])
+        joined = joined._replace(ids=joined.ids.to(self.device))
         states, self.tapped = self.forward(joined, recurrent=recurrent)
         if logits is not None:
             return self._lasts(passes, states, logits, greedy=greedy)
@@ -246,7 +254,7 @@ class SlotModel(ABC):
         """The output of the last ``rows`` tokens of each request, and the states of all."""
         ends = np.cumsum([len(tokens.ids) for tokens in passes])
         lasts = torch.from_numpy((ends[:, None] + np.arange(-rows, 0)).ravel())
-        read = states[lasts.to(self.device)]
+        read = states[lasts.to(self.device, non_blocking=True)]
         return self.evaluate(_output(len(read), greedy=greedy), read)[: len(read)], states
 
     def _pass(

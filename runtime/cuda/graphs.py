@@ -51,8 +51,8 @@ RUNGS: Final = (1, 8, 16, 32, 48, 64, 96, 128, 192, NODE_LIMIT + 1)
 SWITCH: Final = "SPECTUNE_CUDA_GRAPHS"
 """Environment variable; 0 leaves graphs out."""
 
-TOGETHER: Final = (*RUNGS, 384, 512, 768, 1024, 1536, 2048)
-"""The same of passes of several requests."""
+TOGETHER: Final = (*RUNGS, 384, 512, 768, 1024, 1536, 2112)
+"""The same of passes of several requests, up to 64 chains of 32 tokens."""
 
 _RUNG_OF: Final = tuple(next(r for r in RUNGS if r >= n) for n in range(RUNGS[-1] + 1))
 CAPTURING: Final = threading.RLock()
@@ -217,7 +217,7 @@ class CapturedTogether:
         upload([*numbers, *[0] * (5 * self._most - len(tiles))], self._inputs[rung:])
         self._ids[:n] = torch.cat([tokens.ids for tokens in passes])
         self._ids[n:] = 0
-        self._mask.copy_(torch.from_numpy(seen))
+        self._mask.copy_(torch.from_numpy(seen), non_blocking=True)
         fed = [tokens.hidden for tokens in passes if tokens.hidden is not None]
         if self._hidden is not None:
             self._hidden[:n] = torch.cat(fed)
@@ -245,6 +245,9 @@ class PassGraphs:
         self._recorder = recorder
         self._passes: dict[Shape, CapturedPass] = {}
         self._together: dict[Shape, CapturedTogether] = {}
+        self._seated, self._most = 1, TOGETHER[-1]
+        """Requests that passes of several were captured for, and the most tokens that memory has
+        room for."""
 
     @property
     def shapes(self) -> frozenset[Shape]:
@@ -255,6 +258,7 @@ class PassGraphs:
         """Forgets all captured passes."""
         with CAPTURING:
             self._passes, self._together, self.problem = {}, {}, ""
+            self._most = TOGETHER[-1]
 
     def run(self, kind: PassKind, tokens: PassTokens) -> Outputs | None:
         """A pass, replayed; None where its shape is not captured."""
@@ -270,6 +274,7 @@ class PassGraphs:
         rung = next((r for r in TOGETHER if r >= n), 0)
         captured = self._together.get(Shape(rung, kind, together=True))
         fits = longest <= NODE_LIMIT + 1 and all(p.mask is None for p in passes)
+        fits = fits and len(passes) <= self._seated
         (self.replayed if captured and fits else self.eager)[n, kind] += 1
         return captured(passes) if captured and fits else None
 
@@ -286,10 +291,12 @@ class PassGraphs:
     def capture_together(self, each: int, output: Output) -> None:
         """Captures passes over up to ``each`` tokens of as many requests as may run at once, unless
         one runs at a time, or layers see a window alone."""
-        cache = self.model.cache
-        if self.seats == 1 or not each or not cache.capacity or cache.window is not None:
+        model = self.model
+        if self.seats == 1 or not each or not model.cache.capacity or not model.can_join:
             return
-        most = min(self.seats * each, TOGETHER[-1])
+        if self.seats > self._seated:  # they have room for fewer requests
+            self._together, self._seated = {}, self.seats
+        most = min(self.seats * each, self._most)
         rungs = [r for n, r in enumerate(TOGETHER) if not n or TOGETHER[n - 1] < most]
         for rung in reversed(rungs):
             shape = Shape(rung, PassKind(output, causal=False), together=True)
@@ -300,8 +307,14 @@ class PassGraphs:
         self._passes[shape] = CapturedPass(self.model, shape, self._recorder)
 
     def _add_together(self, shape: Shape) -> None:
-        captured = CapturedTogether(self.model, shape, self._recorder, self.seats)
-        self._together[shape] = captured
+        try:
+            captured = CapturedTogether(self.model, shape, self._recorder, self._seated)
+        except torch.OutOfMemoryError:  # fewer tokens may do
+            self._most = max((r for r in TOGETHER if r < shape.tokens), default=0)
+            if not self._most:
+                raise
+        else:
+            self._together[shape] = captured
 
     def record(
         self, compute: Callable[[], T], states: Tensor

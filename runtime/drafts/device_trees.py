@@ -58,8 +58,8 @@ def trees_together(seats: int) -> tuple[int, ...]:
 
 def grows_together(model: SlotModel, plan: Plan, rule: TreeRule, *, rejects: bool = False) -> bool:
     """Whether the trees of several requests are grown at once on a draft's device: by programs
-    alone (:func:`runtime.drafts.tree_program.can_grow`), where no layer slides."""
-    here = grows_on_device(model, plan, rejects=rejects) and model.cache.window is None
+    alone (:func:`runtime.drafts.tree_program.can_grow`)."""
+    here = grows_on_device(model, plan, rejects=rejects) and model.can_join
     return here and can_grow(rule, model.device)
 
 

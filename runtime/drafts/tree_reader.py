@@ -133,18 +133,25 @@ def _grown_together(readers: Sequence[TreeReader]) -> list[Drafted]:
     """As :func:`_grown_on_device`, by one pass over all texts, and one sequence for each way in
     which requests are sampled."""
     model, grown = readers[0].model, dict[int, GrownTree]()
-    alike = dict[Sampling, list[int]]()
+    alike = dict[tuple[Sampling, int], list[int]]()
     for n, reader in enumerate(readers):
-        alike.setdefault(captured_sampling(reader.asked.context.sampling), []).append(n)
-    tokens = [reader.root() for reader in readers]
-    logits, states = model.run_together(tokens, logits=1)
-    ends = torch.from_numpy(np.cumsum([len(each.ids) for each in tokens]) - 1)
-    hidden = states[ends.to(model.device)]
+        one = captured_sampling(reader.asked.context.sampling)
+        alike.setdefault((one, n // TREES[-1]), []).append(n)
+    phases = []
     for members in alike.values():
         some = [readers[n].asked for n in members]
         context, count = some[0].context, next(n for n in TREES if n >= len(some))
-        phase = tree_phase(context.plan, model, context.sampling, count)
-        phase.begin_together(some)
+        phases.append(tree_phase(context.plan, model, context.sampling, count))
+        if len(alike) == 1:  # before the pass, since it waits for nothing
+            phases[0].begin_together(some)
+    tokens = [reader.root() for reader in readers]
+    ends = torch.from_numpy(np.cumsum([len(each.ids) for each in tokens]) - 1)
+    ends = ends.to(model.device, non_blocking=True)
+    logits, states = model.run_together(tokens, logits=1)
+    hidden = states[ends]
+    for members, phase in zip(alike.values(), phases, strict=True):
+        if len(alike) > 1:  # they may be the same phase's
+            phase.begin_together([readers[n].asked for n in members])
         rows = slice(None) if len(members) == len(readers) else members
         trees = phase.grow_together(logits[rows], hidden[rows])
         grown |= dict(zip(members, trees, strict=True))

@@ -187,6 +187,9 @@ class Experiment:
         for n, rounds in enumerate(
             islice(decode_steps(backend, waiting, source, self.clock), steps)
         ):
+            if not n:  # there is room for all, so what is captured now stays
+                for each in cells:
+                    prepare_graphs(self.pair, each.plan, sampling=sampling)
             cell = next(cell for cell in cells if cell.plan is source.prepared)
             if before is cell.plan:  # else it pays for what the one before left in the caches
                 prompts = (len(one.request.prompt_ids) for one in rounds)
