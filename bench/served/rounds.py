@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
@@ -58,15 +58,7 @@ Round = tuple[int, int, int]
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    state = state_folder()
-    file = state / "served-rounds.json"
-    drafters = json.loads(file.read_text()) if file.exists() and not quick else {}
-    for method in DRAFTERS:
-        if method not in drafters:
-            drafters[method] = Drafter(state, method, quick).measure()
-            say({k: v for k, v in drafters[method].items() if k != "rows"})
-            if not quick:
-                file.write_text(json.dumps(drafters))
+    drafters = stored_by(DRAFTERS, "served-rounds.json", quick)
     figures = drafters.values()
     rounds = sum(each["rounds"] + each["sampled"]["rounds"] for each in figures)
     differ = sum(each["differ"] + each["sampled"]["differ"] for each in figures)
@@ -84,10 +76,10 @@ def measure(quick: bool) -> dict[str, Any]:
 def measure_real(quick: bool) -> dict[str, Any]:
     """Rounds of Gemma 3 270M (`make real`) by prompt lookup, and by the draft model that
     `tools/gemma` trained, where the pair has it."""
-    spec, told, drafters = read_pair(str(REAL)), [], dict[str, dict[str, Any]]()
-    for method in ("ngram", *(["draft_model"] if DRAFTERS["draft_model"] in spec.drafts else [])):
-        found = Drafter(state_folder(), method, quick, spec, 32).measure()
-        drafters[method] = found
+    spec, told = read_pair(str(REAL)), list[str]()
+    methods = "ngram", *(["draft_model"] if DRAFTERS["draft_model"] in spec.drafts else [])
+    drafters = stored_by(methods, "served-rounds-real.json", quick, spec, 32)
+    for method, found in drafters.items():
         texts = sum(len(row["texts"]) for row in found["rows"])
         executed = COUNT * len(found["rows"])
         told.append(
@@ -102,6 +94,22 @@ def measure_real(quick: bool) -> dict[str, Any]:
         "differ": sum(each["differ"] for each in figures),
         "drafters": drafters,
     }
+
+
+def stored_by(
+    methods: Iterable[str], name: str, quick: bool, *about: Any
+) -> dict[str, dict[str, Any]]:
+    """The figures of each drafter, which are stored as they come, and not measured again."""
+    state = state_folder()
+    file = state / name
+    drafters = json.loads(file.read_text()) if file.exists() and not quick else {}
+    for method in methods:
+        if method not in drafters:
+            drafters[method] = Drafter(state, method, quick, *about).measure()
+            say({k: v for k, v in drafters[method].items() if k != "rows"})
+            if not quick:
+                file.write_text(json.dumps(drafters))
+    return drafters
 
 
 def is_near(figures: Mapping[str, Any]) -> bool:
