@@ -43,6 +43,8 @@ from spectune.traces.tables import LatencyProfile, Trajectory
 BLOCK: Final = 3
 """Rounds of a policy in a row; the first pays for what the one before left in the caches, and is
 not counted."""
+PLAIN: Final = 2
+"""Rounds without a draft below which nothing is priced: all prices are parts of theirs."""
 MEASURED: Final = (1, 2, 4, 8, 16, 32)
 """Lengths of windows whose rounds are measured, beside the longest."""
 DECODING: Final = 0.4
@@ -126,9 +128,11 @@ def check_pair(
     drafts = pair.chain_drafts if drawn else pair.draft_names
     pair.reserve(encode(pair, workload, options, drafts).longest)
     lengths = [gamma_max, *(k for k in MEASURED if k < gamma_max)]
-    policies = [AUTOREGRESSIVE, *(_fixed(draft, k) for k in lengths for draft in drafts)]
-    put_policies(store, policies)
-    source = AlternatingSource([prepare_for(pair, policy) for policy in policies])
+    plans = [prepare_for(pair, _fixed(draft, k)) for k in lengths for draft in drafts]
+    plain = prepare_for(pair, AUTOREGRESSIVE)
+    put_policies(store, [plan.policy for plan in (plain, *plans)])
+    # In a short time, too, rounds without a draft are among those that are measured.
+    source = AlternatingSource([each for plan in plans for each in (plain, plan)])
     # However soon time is up, every category has had its turn.
     order = mixed(range(len(workload.requests)), [r.category for r in workload.requests])
     workload = replace(workload, requests=tuple(workload.requests[i] for i in order))
@@ -192,7 +196,7 @@ def _profile(pair: LoadedPair, requests: Sequence[RecordedRequest]) -> LatencyPr
             seconds = step.draft_s, step.verify_s, step.round_s
             kind = kind._replace(sampled=not t.sampling.greedy)
             rounds.append(MeasuredRound(kind, context, read, step.drafted, step.emitted, *seconds))
-    if not rounds:
+    if sum(not r.drafted for r in rounds) < PLAIN:
         return None
     place = pair.place
     empty = LatencyProfile(pair.id, place["device"], place["dtype"], {})

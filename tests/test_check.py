@@ -95,6 +95,20 @@ def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -
     assert parsed(words.split())
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("tokens", [4, 12, 24])
+def test_nothing_is_priced_without_rounds_of_no_draft(
+    door: Door, tiny_pair: Path, tokens: int
+) -> None:
+    """One short text: a round without a draft is not taken to cost nothing."""
+    work = write_workload(Path("work.jsonl"), 1)
+    checked = door.json("check", tiny_pair, work, max_new_tokens=tokens, budget=UNHURRIED)
+    speeds = [row["speedup"] for row in checked["lengths"]]
+    priced = checked["without_draft_tokens_per_s"]
+    assert bool(priced) == any(speed is not None for speed in speeds) == (tokens > 4)
+    assert all(speed is None or speed > 0.01 for speed in speeds)
+
+
 def test_a_draft_that_ends_before_its_target_is_named(
     door: Door, tiny_pair: Path, tmp_path: Path
 ) -> None:
