@@ -119,7 +119,7 @@ def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
         thread.start()
         try:
             with traffic.flowing():
-                eventually(lambda: follower.policy.is_in_force)
+                eventually(lambda: follower.policy.is_in_force and store.followed_servers())
                 how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm")
                 how += ("--set", "block=3s", "--json")
                 up = door.call("policies rollout", json.dumps(fast.spelled_out()), *how)
