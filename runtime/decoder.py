@@ -239,17 +239,20 @@ class ModelBackend:
         )
         passes = [self._pass(s, turn.drafted) for s, turn in zip(seats, turns, strict=True)]
         rows, _ = target.run_together(passes, greedy=greedy)
-        sizes = [len(tokens.ids) for tokens in passes]
-        if len(turns) > 1 and (greedy or at_once):
+        sizes, first = [len(tokens.ids) for tokens in passes], 0
+        for seat, size in zip(seats, sizes, strict=True):
+            seat.first, first = first, first + size
+        if greedy or (at_once and not any(seat.request.rejects for seat in seats)):
             own = zip(seats, passes, strict=True)
             laws = [] if greedy else [law for one in own for law in _laws(*one)]
-            ids, begin, verdicts = (rows if greedy else sample_rows(rows, laws)).tolist(), 0, []
-            for turn, size in zip(turns, sizes, strict=True):
-                verdicts.append(_accepted(turn.drafted, ids[begin : begin + size]))
-                begin += size
+            ids = (rows if greedy else sample_rows(rows, laws)).tolist()
+            verdicts = [
+                _accepted(turn.drafted, ids[seat.first : seat.first + size])
+                for seat, turn, size in zip(seats, turns, sizes, strict=True)
+            ]
         else:
             verdicts = [
-                self._verdict(seat, turn.drafted, own, at_once=at_once)
+                self._verdict(seat, turn.drafted, own)
                 for seat, turn, own in zip(seats, turns, apart(rows, sizes), strict=True)
             ]
         if not greedy:
@@ -260,8 +263,6 @@ class ModelBackend:
                 )
             ]
         self._tapped = target.tapped
-        for seat, first in zip(seats, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
-            seat.first = first
         return [
             replace(verdict, read=0) if self._reads_again(seat, turn.drafted) else verdict
             for seat, turn, verdict in zip(seats, turns, verdicts, strict=True)
@@ -273,11 +274,9 @@ class ModelBackend:
             return False
         return self._drafts[seat.drafting].reads_features
 
-    def _verdict(
-        self, seat: Seat, drafted: Drafted | None, rows: Tensor, *, at_once: bool
-    ) -> Verified:
-        """The verdict on what was drafted for one request, by float32 logits [1 + drafted, vocab],
-        or the ids of the largest."""
+    def _verdict(self, seat: Seat, drafted: Drafted | None, rows: Tensor) -> Verified:
+        """The verdict on what was drafted for one request, by float32 logits [1 + drafted, vocab];
+        of a tree they are drawn from along its path alone."""
         request, noise, length = seat.request, seat.noise, len(seat.text)
         sampling = request.sampling
         if request.rejects:
@@ -285,10 +284,8 @@ class ModelBackend:
             return verify_rejection(
                 rows, length, tokens, log_q, sampling, request.seed, seat.rounds
             )
-        if drafted is None or drafted.tree is None or at_once:
-            tree = drafted.tree if drafted is not None else None
-            depths = range(len(rows)) if tree is None else (0, *tree.depths)
-            positions = [length + depth for depth in depths]
+        if drafted is None or drafted.tree is None:
+            positions = [*range(length, length + len(rows))]
             return _accepted(drafted, sample(rows, sampling, noise, positions).tolist())
         positions = [length + depth for depth in (0, *drafted.tree.depths)]
 

@@ -394,8 +394,8 @@ def _capture(pair: LoadedPair, plan: Plan, sampling: Sampling, rejects: bool) ->
     ids = greedy and not grows
     reads: Output = "states" if plan.shortlist is not None else "ids" if ids else "logits"
     draft.graphs.capture(LONG_LAG, PassKind(reads))
-    # Of several requests what is not read yet is up to what a round before accepted, and more; the
-    # output of their last tokens is read alone, but in a chain's steps, of a token each.
+    # What a draft has not read of a text is what the round before accepted, and a token more. Of
+    # several texts only the last tokens' output is read; in a chain's steps they are alone.
     draft.graphs.capture_together(depth + 1, "states")
     if not grows:
         draft.graphs.capture_together(1, reads)

@@ -20,7 +20,7 @@ from spectune.runtime.distributions import best_children, codes_on_device
 from spectune.runtime.drafts.tree_program import TreeProgram, can_grow, grows_by_program
 from spectune.runtime.models import upload
 from spectune.runtime.policies.blocks import FixedWindow
-from spectune.runtime.sampling import Noise, add_noise
+from spectune.runtime.sampling import add_noise
 from spectune.runtime.trees.draft import GrownTree
 from spectune.runtime.trees.on_device import GrowingTree, grow_on_device, grown_tree
 from spectune.traces.schema import Sampling
@@ -114,20 +114,10 @@ class TreePhase:
             self._program = TreeProgram(self.growing, self._numbers, *reach, trees)
         self.captured: dict[Key, tuple[Callable[[], None], Tensor]] = {}
 
-    def begin(
-        self, length: int, depth: int, limit: int, sampling: Sampling, noise: Noise | None
-    ) -> None:
-        """Fills in a round: a tree of ``depth`` levels behind a text of ``length`` tokens, which
-        HeteroSpec may extend up to ``limit``, at the temperature of ``sampling``. Best called
-        before the pass over the text, since it waits for nothing."""
-        self._depth, levels = depth, self.growing.depth
-        if not sampling.greedy:
-            self._inverse_temperature.fill_(1.0 / sampling.temperature)
-        keys = [0] * levels if noise is None else noise.keys(range(length, length + levels))
-        upload([length, length, depth, limit, self.model.first_slot, *keys], self._numbers[0])
-
-    def begin_together(self, asked: Sequence[DraftRequest]) -> None:
-        """:meth:`begin` for the trees of several requests, as many as are grown at most."""
+    def begin(self, asked: Sequence[DraftRequest]) -> None:
+        """Fills in a round: of each request, as many as are grown at most, a tree of its depth
+        behind its text, which HeteroSpec may extend up to its limit. Best called before the pass
+        over the texts, since it waits for nothing."""
         levels, first = self.growing.depth, self.model.first_slot
         self._depth, rows = max(each.depth for each in asked), list[int]()
         for each in asked:
@@ -138,8 +128,8 @@ class TreePhase:
         rows += [end, 0, 0, 0, end, *[0] * levels] * (self.trees - len(asked))
         upload(rows, self._numbers.view(-1))
         if not self.sampling.greedy:
-            inverse = [1.0 / each.context.sampling.temperature for each in asked]
-            self._inverse_temperature[: len(asked), 0] = torch.tensor(inverse)
+            inverse = [[1.0 / each.context.sampling.temperature] for each in asked]
+            self._inverse_temperature[: len(asked)].copy_(torch.tensor(inverse), non_blocking=True)
 
     def grow_together(self, logits: Tensor, hidden: Tensor) -> list[GrownTree]:
         """The trees of several requests. ``logits`` [n, vocab] and, of a head, its outputs

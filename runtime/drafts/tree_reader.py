@@ -121,7 +121,7 @@ def propose_trees(readers: Sequence[TreeReader]) -> list[Drafted]:
 def _grown_on_device(reader: TreeReader) -> Drafted:
     asked, context = reader.asked, reader.asked.context
     phase = tree_phase(context.plan, reader.model, context.sampling)
-    phase.begin(reader.length, asked.depth, asked.limit, context.sampling, context.noise)
+    phase.begin([asked])
     tokens = reader.root()
     logits, states = reader.model.run_together([tokens], logits=1)
     reader.keep(states, tokens, root=True)
@@ -143,7 +143,7 @@ def _grown_together(readers: Sequence[TreeReader]) -> list[Drafted]:
         context, count = some[0].context, next(n for n in TREES if n >= len(some))
         phases.append(tree_phase(context.plan, model, context.sampling, count))
         if len(alike) == 1:  # before the pass, since it waits for nothing
-            phases[0].begin_together(some)
+            phases[0].begin(some)
     tokens = [reader.root() for reader in readers]
     ends = torch.from_numpy(np.cumsum([len(each.ids) for each in tokens]) - 1)
     ends = ends.to(model.device, non_blocking=True)
@@ -151,7 +151,7 @@ def _grown_together(readers: Sequence[TreeReader]) -> list[Drafted]:
     hidden = states[ends]
     for members, phase in zip(alike.values(), phases, strict=True):
         if len(alike) > 1:  # they may be the same phase's
-            phase.begin_together([readers[n].asked for n in members])
+            phase.begin([readers[n].asked for n in members])
         rows = slice(None) if len(members) == len(readers) else members
         trees = phase.grow_together(logits[rows], hidden[rows])
         grown |= dict(zip(members, trees, strict=True))
