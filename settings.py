@@ -423,6 +423,10 @@ class Settings(Group):
         copy._sources = {**self._sources, **dict.fromkeys(values, TYPED)}
         return copy
 
+    def as_meant(self) -> Self:
+        """What a command line means that gives arguments by their order."""
+        return self
+
 
 class OnPair(Settings):
     """Names a pair of models."""
@@ -773,6 +777,16 @@ class Check(OnWorkload):
     search: SearchSettings = group(SearchSettings(gamma_max=8), "gamma_max")
     budget: Duration = setting(60.0, "Read fewer prompts where all would take longer.")
 
+    def as_meant(self) -> Self:
+        """Beside --pair, all arguments are files of prompts."""
+        if self.target is None or not self.typed("pair"):
+            return self
+        files = (self.target, *self.workload)
+        copy = self.model_copy(update={"target": None, "workload": files})
+        others = {key: said for key, said in self._sources.items() if key != "target"}
+        copy._sources = {**others, "workload": TYPED}
+        return copy
+
 
 class Retrace(Settings):
     """Ask a running vLLM server what its draft proposes at every position of recorded texts, so
@@ -989,7 +1003,15 @@ class Serve(InPlace, OnDevice, OnPair):
     texts: NotedTexts = setting("all", "Requests whose tokens are stored: all, none or a share.")
 
 
-class Control(Settings):
+class Working(Settings):
+    """Jobs are run."""
+
+    nice: int = setting(
+        10, "Tunings yield processors: 10 takes a tenth of one that others want.", ge=0, le=19
+    )
+
+
+class Control(Working):
     """Watch a fleet: run due schedules, conduct rollouts, look for drift, and show what is in force
     and why: a page, JSON, Prometheus' metrics, probes (docs/production.md). By HTTP nothing can be
     changed. Any number may share a PostgreSQL database. Ends by Ctrl-C or SIGTERM, when the job at
@@ -1096,7 +1118,7 @@ class ScheduleRemove(Settings):
     name: str = argument(..., "Its name.")
 
 
-class ScheduleRun(Settings):
+class ScheduleRun(Working):
     """Work: run what is due, until SIGINT or SIGTERM, or with --once until nothing waits (for cron
     and systemd timers); or one schedule, now. Any number of workers may share a database."""
 

@@ -67,8 +67,8 @@ def control(s: Control, talk: Talk) -> Result:
             if job is None:
                 stop.wait()
             else:
-                how: dict[str, Any] = {"poll_s": s.poll, "stop": stop, "tell": talk.tell}
-                outcomes = run_worker(store.database, job, **how)
+                how: dict[str, Any] = {"poll_s": s.poll, "stop": stop, "nice": s.nice}
+                outcomes = run_worker(store.database, job, **how, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())
     return Result(text, outcomes)
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -218,6 +219,25 @@ def work(
     database: Database, run: Callable[[Job], Mapping[str, Any]], hour: float
 ) -> dict[str, int]:
     return run_worker(database, run, once=True, clock=lambda: T0 + hour * HOUR)
+
+
+def test_jobs_leave_processors_to_others(database: Database) -> None:
+    add(database)
+    found: list[int] = []
+
+    def run(job: Job) -> dict[str, Any]:
+        inner = threading.Thread(target=lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+        inner.start()
+        inner.join()
+        return {"label": "a"}
+
+    how: dict[str, Any] = {"once": True, "clock": lambda: T0 + 2 * HOUR, "nice": 19}
+    # On Linux a thread has its own.
+    worker = threading.Thread(target=run_worker, args=(database, run), kwargs=how)
+    worker.start()
+    worker.join()
+    assert found == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
 
 
 def test_slots_that_passed_are_one_run_and_its_end_is_shown(database: Database) -> None:

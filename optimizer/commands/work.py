@@ -38,7 +38,7 @@ def run(s: ScheduleRun, talk: Talk) -> Result:
         once = s.once or s.name is not None
         if s.name is not None:
             make_due(store.database, s.name)
-        how: dict[str, Any] = {"once": once, "name": s.name, "poll_s": s.poll}
+        how: dict[str, Any] = {"once": once, "name": s.name, "poll_s": s.poll, "nice": s.nice}
         with nullcontext() if once else _conducting(store, talk.tell):
             outcomes = run_worker(store.database, job, **how, tell=talk.tell)
     text = ", ".join(f"{number} {name}" for name, number in outcomes.items())

@@ -153,9 +153,12 @@ def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
                 f"draft: the pair of recording {info.id} has no draft {draft!r}; it has: "
                 f"{', '.join(sorted(spec.draft_names))}"
             )
+    makes = f"`record --resume {info.id}` makes those of every draft of its pair"
+    if info.engine != "native":
+        makes = f"`retrace {info.id}` makes those of its server's"
     raise PolicyError(
         f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: {recorded}; "
-        f"`record --resume {info.id}` makes those of every draft of its pair"
+        + makes
     )
 
 

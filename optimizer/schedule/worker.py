@@ -54,6 +54,7 @@ def run_worker(
     beat_s: float | None = None,
     clock: Callable[[], datetime] | None = None,
     stop: threading.Event | None = None,
+    nice: int = 0,
     tell: Tell = lambda line: None,
 ) -> dict[str, int]:
     """Runs what is due (of the schedule of this ``name``, where one is given) until SIGINT, SIGTERM
@@ -64,7 +65,10 @@ def run_worker(
     KeyboardInterrupt. Slots are due by ``clock``, the database's by default; the lease is extended
     every ``beat_s`` seconds, by default a third of ``lease_s``. A database that goes
     away later is waited for; one that cannot be used at the start raises DatabaseError.
+    This thread and what it starts leave processors to others by ``nice`` (0 to 19), for good.
     """
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     # Process ids come back, and two containers may share a host name.
     owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     stop, has_begun, is_away = stop or threading.Event(), False, False
