@@ -258,7 +258,7 @@ def settings_of(
         raise ConfigError(f"{source}: {_reason(first)}") from None
     settings._sources = sources
     settings._file = None if config is None else str(config.file)
-    return settings
+    return settings if python else settings.as_meant()
 
 
 def typed_words(

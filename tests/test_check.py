@@ -93,6 +93,8 @@ def test_time_that_is_up_leaves_at_least_a_prompt(door: Door, tiny_pair: Path) -
     words += " --set search.gamma_max=2"
     assert f"spectune {words}" in printed.stdout
     assert parsed(words.split())
+    named = door.json("check", work, pair=tiny_pair, **options)["next"].split()
+    assert sorted(named[1:]) == sorted(words.split())
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

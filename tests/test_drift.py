@@ -361,7 +361,7 @@ def test_the_simulator_is_asked_about_the_last_hour(store: TraceStore, tmp_path:
     propose(store)
     store = replace(store, clock=lambda: later + timedelta(minutes=1))
     no_costs = what_if(store, p, info, clients)
-    for gain, why in ((no_proposals, "no panorama"), (no_costs, "what steps cost")):
+    for gain, why in ((no_proposals, "; `retrace rec-"), (no_costs, "what steps cost")):
         assert gain.ratio is None
         assert why in gain.why
     for gamma in (0, 1, 6):
