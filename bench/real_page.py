@@ -184,10 +184,28 @@ def large_vocabulary() -> list[str]:
          percent(row["of_pass"], 0), percent(row["of_target"], 0))
         for row in costs["rows"]
     )  # fmt: skip
-    made = d["made"]
-    when = ", ".join(f"{name} {made[name]['measured']}, code of {made[name]['code']}" for name in
-                     ("mass", "costs"))  # fmt: skip
-    return [*lines, *table(columns, figures), f"`python bench/run.py vocabulary`: {when}.", ""]
+    when = ", ".join(f"{name} {made['measured']}, code of {made['code']}" for name, made in
+                     d["made"].items())  # fmt: skip
+    lines += [*table(columns, figures), *kept(d.get("kept"))]
+    return [*lines, f"`python bench/run.py vocabulary`: {when}.", ""]
+
+
+def kept(d: Figures | None) -> list[str]:
+    """What shortlists keep of the trained draft model's acceptance."""
+    if d is None:
+        return []
+    sizes = list(dict.fromkeys(row["size"] for row in d["rows"]))
+    rows = [
+        (name, *(ratio(row["kept"]) for row in d["rows"] if row["shortlist"] == name))
+        for name in dict.fromkeys(row["shortlist"] for row in d["rows"])
+    ]
+    about = (
+        f"What chains of {d['depth']} tokens of the draft model of two layers keep of their mean "
+        f"accepted length, {d['tau']:.2f}, as they draft from so many tokens, in the mean of a "
+        f"chain (95% interval; {d['sample']}). Orders and the router, of {d['clusters']} clusters, "
+        f"are of the target's own texts ({d['contexts']:,} contexts; the paper has a million):"
+    )
+    return ["", about, "", *table(("shortlist", *(f"{size:,}" for size in sizes)), rows)]
 
 
 def share(interval: Sequence[float | None]) -> str:

@@ -1,16 +1,16 @@
-"""Code that turns into prose, on `serve`, with `control` beside it and nobody else: is it seen, is
-it tuned for, and is what is then in force the best there.
+"""Code that turns into prose, with `control` beside the server and nobody else: is it seen, is it
+tuned for, and is what is then in force the best there.
 
-    python bench/run.py serve_circle [--quick]
+    SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py serve_circle [--quick]
 
-`serve` records what it serves to a few clients under a policy that somebody chose by hand; each
-labels its requests. A schedule with `--since` and `--rollout`, and `control`, are left alone. Code
-goes on for a while, which may give no alarm; then all is prose, until a tuning and its rollout have
-ended. Time is compressed: `control` looks for drift every few seconds in place of ten minutes, and
-the rollout's blocks are short. What is then in force is held, by replay of the prose that was
-served, against what `tune` finds there at rest; what a tuning costs the traffic beside it is
-tokens/s while one runs over those before. The figures go to
-``bench/results/serve-circle.json``.
+The server is `serve`, or a vLLM that `follow` follows; what it serves to a few clients, under a
+policy that somebody chose by hand, is recorded; each labels its requests. A schedule with `--since`
+and `--rollout`, and `control`, are left alone. Code goes on for a while, which may give no alarm;
+then all is prose, until a tuning and its rollout have ended. Time is compressed: `control` looks
+for drift every few seconds in place of ten minutes, and the rollout's blocks are short. What is
+then in force is held, by replay of the prose that was served (under as many clients, of vLLM),
+against what `tune` finds there at rest; what a tuning costs the traffic beside it is tokens/s while
+one runs over those before. The figures go to ``bench/results/serve-circle.json``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.checks.serving import DEPLOYMENT, Clients, publish, serve
+from bench.checks import serving
 from bench.harness import Part, say
 from bench.lab import chain, requests, stored
+from bench.served import live
 from bench.served.live import PAIR, command, run_json, temporary_folder
+from bench.served.publications import following
 from spectune.optimizer.schedule import history
+from spectune.runtime.policies.document import Policy
 from spectune.traces.errors import EngineError
 from spectune.traces.store import TraceStore
 
@@ -55,13 +59,39 @@ class Size(NamedTuple):
     give_up_s: float
 
 
+class Site(NamedTuple):
+    """A server in front of clients: its URL and its model's name, the deployment that it is of, how
+    that is tuned, how policies are simulated there, and what publishes there."""
+
+    url: str
+    model: str
+    deployment: str
+    tuned: tuple[object, ...]
+    simulated: tuple[object, ...]
+    publish: Callable[[TraceStore, Policy, str], int]
+
+
+@contextmanager
+def native(database: Path) -> Iterator[Site]:
+    with serving.serve(database) as server:
+        yield Site(server.url, PAIR.name, serving.DEPLOYMENT, (), (), serving.publish)
+
+
+@contextmanager
+def vllm(database: Path) -> Iterator[Site]:
+    load = ("--arrivals", f"clients:{CLIENTS}")
+    with live.serving() as server, following(database, server.folder):
+        where = ("--url", server.url, "--folder", server.folder, "--deployment", "vllm", *load)
+        yield Site(server.url, server.model, "vllm", where, load, live.publish)
+
+
 FULL, TINY = Size(30, 120, 30, 96, "60s", 1500), Size(10, 20, 5, 24, "10s", 900)
 
 
-def bodies(category: str, count: int) -> list[dict[str, Any]]:
+def bodies(model: str, category: str, count: int) -> list[dict[str, Any]]:
     """Greedy completions of the demo's prompts of a category."""
     found = requests(count, category=category).requests
-    how = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    how = {"model": model, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     label = {"vllm_xargs": {"spectune_label": category}}
     return [{**how, **label, "prompt": request.prompt} for request in found]
 
@@ -86,9 +116,11 @@ class Circle:
     """A circle as it goes: its store and clients, and the ``moments`` (monotonic) of what
     happened."""
 
-    def __init__(self, database: Path, clients: Clients, give_up_s: float) -> None:
+    def __init__(
+        self, database: Path, site: Site, clients: serving.Clients, give_up_s: float
+    ) -> None:
         self.store: TraceStore = stored(database)
-        self.clients, self.moments = clients, dict[str, float]()
+        self.site, self.clients, self.moments = site, clients, dict[str, float]()
         self.turned = datetime.max.replace(tzinfo=UTC)
         self._began, self._give_up_s = time.monotonic(), give_up_s
 
@@ -122,26 +154,25 @@ class Circle:
         return sum(answer.tokens for answer in within) / (b - a)
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool, of: Callable[[Path], AbstractContextManager[Site]]) -> dict[str, Any]:
     size = TINY if quick else FULL
-    code, prose = (bodies(category, size.prompts) for category in ("code", "prose"))
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, of(folder / "x.db") as site:
         database = folder / "x.db"
-        tuning = ("--pair", "demo", "--budget", size.budget, "--limit", 96)
-        with serve(database) as server:
-            circle = Circle(database, Clients(server.url, code, CLIENTS), size.give_up_s)
-            with circle.clients.sending():
-                run_through(circle, database, tuning, prose, size)
+        tuning = ("--pair", "demo", *site.tuned, "--budget", size.budget, "--limit", 96)
+        code, prose = (bodies(site.model, kind, size.prompts) for kind in ("code", "prose"))
+        circle = Circle(database, site, serving.Clients(site.url, code, CLIENTS), size.give_up_s)
+        with circle.clients.sending():
+            run_through(circle, database, tuning, prose, size)
         store, about = circle.store, f"{circle.turned:%Y-%m-%dT%H:%M:%S}"
         (in_force,) = store.in_force()
         best = run_json("--db", database, "tune", *tuning, "--since", about, "--no-publish")
-        replay = ("--db", database, "simulate", "--recording")
+        replay = ("--db", database, "simulate", "--recording", best["recording"], *site.simulated)
         speeds = [
-            run_json(*replay, best["recording"], "--policy", policy)["tokens_per_s"]
+            _tokens_per_s(run_json(*replay, "--policy", policy))
             for policy in (in_force.policy.id, best["winner"]["id"])
         ]
-        alarms = [alarm.to_json() for alarm in store.alarms(DEPLOYMENT)]
-        rollouts = store.rollouts(DEPLOYMENT)
+        alarms = [alarm.to_json() for alarm in store.alarms(site.deployment)]
+        rollouts = store.rollouts(site.deployment)
     share, early = speeds[0] / speeds[1], [a for a in alarms if a["at"] < circle.turned.isoformat()]
     delay_s = {k: circle.moments[k] - circle.moments[TURN] for k in (ALARM, DECIDED, TUNED, ENDED)}
     told = [f"{r.policy.label} {r.verdict}" for r in reversed(rollouts)] or ["none was begun"]
@@ -167,6 +198,12 @@ def measure(quick: bool) -> dict[str, Any]:
     }
 
 
+def _tokens_per_s(simulated: Mapping[str, Any]) -> float:
+    """Of what `simulate` says of a policy, alone or under one load."""
+    (figures,) = simulated["loads"].values() if "loads" in simulated else [simulated]
+    return float(figures["tokens_per_s"])
+
+
 def run_through(
     circle: Circle,
     database: Path,
@@ -175,9 +212,9 @@ def run_through(
     size: Size,
 ) -> None:
     """The circle, amid traffic: from code without a policy to prose under what was tuned for it."""
-    store, recent = circle.store, ("--since", "24h")
+    store, deployment, recent = circle.store, circle.site.deployment, ("--since", "24h")
     rollout = "--rollout", "--set", f"block={BLOCK}"
-    publish(store, BY_HAND, PAIR.id)
+    circle.site.publish(store, BY_HAND, PAIR.id)
     time.sleep(size.before_s)
     run_json(
         "--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent, *rollout
@@ -186,11 +223,11 @@ def run_through(
         circle.note(WATCHED)
         time.sleep(size.stationary_s)
         circle.turn(prose)
-        circle.wait(ALARM, lambda: any(a.at >= circle.turned for a in store.alarms(DEPLOYMENT)))
-        circle.wait(DECIDED, lambda: any(a.due_at for a in store.alarms(DEPLOYMENT)))
+        circle.wait(ALARM, lambda: any(a.at >= circle.turned for a in store.alarms(deployment)))
+        circle.wait(DECIDED, lambda: any(a.due_at for a in store.alarms(deployment)))
         circle.wait(TUNED, lambda: bool(history(store.database, "keep")))
-        circle.wait(ENDED, lambda: not store.rollouts(DEPLOYMENT, is_open=True))
+        circle.wait(ENDED, lambda: not store.rollouts(deployment, is_open=True))
         time.sleep(size.settled_s)
 
 
-PARTS: dict[str, Part] = {"native": measure}
+PARTS: dict[str, Part] = {"native": partial(measure, of=native), "vllm": partial(measure, of=vllm)}

@@ -148,15 +148,22 @@ class Fits:
 
 
 def fit(h: Halves, draft: str, quick: bool) -> Fits:
-    """Fits to the training text, a router unless there is one; the size, and how many clusters are
-    as many tokens, are read off the half that is fitted to."""
-    names, output = [str(training_text(h.pair.spec.name, quick))], h.pair.models[draft].output
+    """Fits to the training text; the size is read off the half that is fitted to."""
+    text = training_text(h.pair.spec.name, quick)
+    return fit_to(h, draft, text, 3000 if quick else CONTEXTS)
+
+
+def fit_to(h: Halves, draft: str, text: Path, contexts_of: int, size: int | None = None) -> Fits:
+    """Fits to a file of texts, a router to ``contexts_of`` of its tokens, unless there is one. The
+    size where none is given, and how many clusters are as many tokens, are read off the half that
+    is fitted to."""
+    names, output = [str(text)], h.pair.models[draft].output
     where = h.store, h.recording, h.pair
     stored = h.store.list_artifacts(FREQUENCIES, h.pair.id)
     same = [a.id for a in stored if h.find(a.id).document.get("corpus") == names]
     order = same[0] if same else fit_fr_spec(*where, corpus=names).artifact
-    size = _size(h, draft, order)
-    about = {"draft": draft, "corpus": names, "contexts": 3000 if quick else CONTEXTS}
+    size = size or _size(h, draft, order)
+    about = {"draft": draft, "corpus": names, "contexts": contexts_of}
     stored = h.store.list_artifacts(ROUTER, h.pair.id)
     same = [a.id for a in stored if about.items() <= h.find(a.id).document.items()]
     router = same[0] if same else fit_router(*where, **about).artifact
