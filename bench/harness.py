@@ -48,6 +48,7 @@ MEASUREMENTS = {
     "real_tuned": "checks.real_tuned",
     "papers": "papers.replayed",
     "vocabulary": "papers.vocabulary",
+    "real_drafts": "papers.real_drafts",
     "papers_executed": "papers.executed",
     "map": "map.cells",
     "map_executed": "map.executed",

@@ -329,20 +329,22 @@ def halves(
     tokens: int = 48,
     verifier: Literal["coupled", "rejection"] = "coupled",
     trees: bool = True,
+    drafts: Sequence[str] | None = None,
 ) -> Halves:
     """A recording of ``count`` requests of the demo (or of the ``workload``, or of that in a pair's
     folder ``name``), of ``tokens`` each, in the state folder's ``halves.db`` (``halves-PAIR.db``),
     begun, gone on with or opened: chains of :data:`GAMMA` tokens of every draft and of prompt
     lookup; with ``trees`` those of every draft, EAGLE-2's default width and :data:`LEVELS` levels,
-    which takes seconds a request. Verifier ``rejection`` records acceptance probabilities."""
-    pair, is_demo = demo(name=name), name == "demo"
+    which takes seconds a request; ``drafts``: of these alone. Verifier ``rejection`` records
+    acceptance probabilities."""
+    pair, is_demo = demo(drafts, name=name), name == "demo"
     store = stored(state / ("halves.db" if is_demo else f"halves-{pair.spec.name}.db"))
     tokens = 12 if quick else tokens
     options = DecodeOptions(Sampling(temperature, seed=5), tokens, verifier=verifier)
     look = (GAMMA, EAGLE_WIDTH if trees else 0, LEVELS if trees else 0)
     of_pair = workload or read_files(["demo" if is_demo else str(Path(name) / "workload.jsonl")])
     workload = replace(of_pair, requests=of_pair.requests[: 12 if quick else count])
-    drafts = pair.draft_names if trees else (*pair.drafts, "ngram")
+    drafts = drafts or (pair.draft_names if trees else (*pair.drafts, "ngram"))
     say(f"recording {len(workload.requests)} requests at temperature {temperature:g}")
     recording = recorded(store, pair, workload, options, drafts, *look)
 

@@ -10,6 +10,7 @@ from typing import Any
 from bench import RESULTS
 from bench.labels import short
 from bench.markdown import percent, ratio, table
+from bench.papers.claims import CLAIMS
 
 Figures = dict[str, Any]
 
@@ -82,10 +83,12 @@ def page() -> str:
     about = (
         "A public model, tuned. Its weights are what a file of 4 bits becomes in bfloat16, "
         "dequantized once by `make real`; nothing of it is part of this project, and Gemma's terms "
-        "apply to its use. Shortlists of its 262,144 tokens are on [DynaSpec's "
+        "apply to its use. `tools/gemma` has it write texts (`own_texts`) and trains an EAGLE-3 "
+        "head and a draft model of two layers on them (`train`). Shortlists of its 262,144 tokens are on [DynaSpec's "
         "page](papers/dynaspec.md). Written by `python bench/report.py`."
     )
-    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *beside_transformers(), *exactness()]
+    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *trees(), *beside_transformers()]
+    lines += exactness()
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -184,14 +187,16 @@ def large_vocabulary() -> list[str]:
          percent(row["of_pass"], 0), percent(row["of_target"], 0))
         for row in costs["rows"]
     )  # fmt: skip
-    when = ", ".join(f"{name} {made['measured']}, code of {made['code']}" for name, made in
-                     d["made"].items())  # fmt: skip
-    lines += [*table(columns, figures), *kept(d.get("kept"))]
-    return [*lines, f"`python bench/run.py vocabulary`: {when}.", ""]
+    made = d["made"]
+    when = ", ".join(f"{name} {made[name]['measured']}, code of {made[name]['code']}" for name in
+                     ("mass", "costs"))  # fmt: skip
+    lines += [*table(columns, figures), f"`python bench/run.py vocabulary`: {when}.", ""]
+    return [*lines, *kept()]
 
 
-def kept(d: Figures | None) -> list[str]:
+def kept() -> list[str]:
     """What shortlists keep of the trained draft model's acceptance."""
+    d = load("real-drafts").get("shortlists")
     if d is None:
         return []
     sizes = list(dict.fromkeys(row["size"] for row in d["rows"]))
@@ -200,12 +205,37 @@ def kept(d: Figures | None) -> list[str]:
         for name in dict.fromkeys(row["shortlist"] for row in d["rows"])
     ]
     about = (
-        f"What chains of {d['depth']} tokens of the draft model of two layers keep of their mean "
-        f"accepted length, {d['tau']:.2f}, as they draft from so many tokens, in the mean of a "
-        f"chain (95% interval; {d['sample']}). Orders and the router, of {d['clusters']} clusters, "
-        f"are of the target's own texts ({d['contexts']:,} contexts; the paper has a million):"
+        f"What chains of {d['depth']} tokens of the draft model of two layers that `tools/gemma` "
+        f"trains keep of their mean accepted length, {d['tau']:.2f}, as they draft from so many "
+        f"tokens, in the mean of a chain (95% interval; {d['sample']}). Orders and the router, of "
+        f"{d['clusters']} clusters, are of the target's own texts ({d['contexts']:,} contexts; the "
+        f"paper has a million). `python bench/run.py real_drafts`, {when_of('shortlists')}:"
     )
-    return ["", about, "", *table(("shortlist", *(f"{size:,}" for size in sizes)), rows)]
+    return [about, "", *table(("shortlist", *(f"{size:,}" for size in sizes)), rows)]
+
+
+def trees() -> list[str]:
+    """HeteroSpec's bins and C2T's classifier on the trained head's trees."""
+    d = load("real-drafts").get("trees")
+    if d is None:
+        return []
+    rows = [
+        (CLAIMS[row["claim"]].title, row["cell"], ratio(row["ours"]), row["why"])
+        for row in d["rows"]
+    ]
+    about = (
+        f"An EAGLE-3 head that `tools/gemma` trains: EAGLE-2's tree has tau {d['tau']:.2f}, a "
+        f"chain {d['chain']:.2f} ({d['sample']}; 95% interval). `python bench/run.py real_drafts`, "
+        f"{when_of('trees')}:"
+    )
+    columns = ("what", "draft", "measured", "beside it")
+    return ["## Bins and the classifier on its head", "", about, "", *table(columns, rows)]
+
+
+def when_of(part: str) -> str:
+    """When and by which code a part of the drafts' figures was measured."""
+    made = load("real-drafts")["made"][part]
+    return f"{made['measured']}, code of {made['code']}"
 
 
 def share(interval: Sequence[float | None]) -> str:

@@ -1,13 +1,10 @@
-"""Shortlists at a vocabulary of 262,144: what they hold of Gemma 3 270M, what they keep of a draft
-model's acceptance, what they save.
+"""FR-Spec's shortlists at a vocabulary of 262,144: what they hold of Gemma 3 270M, what they save.
 
     python bench/run.py vocabulary --corpus "GSM8K's training split=FILE"
 
 `make real` leaves the pair in build/real, and tools/gemma/own_texts.py texts that the target wrote.
 Tokens are ordered by how often they occur in those texts, or in a corpus, and the target's law is
-read in texts whose prompts are held out. What is kept is replayed, of chains of the draft model of
-two layers that tools/gemma/train.py makes, on prompts of `make real`, with a router that was
-trained on the target's texts. Costs are of a draft of two layers with the target's
+read in texts whose prompts are held out. Costs are of a draft of two layers with the target's
 embeddings, one token a pass, its layers and its product with so many rows in turns.
 """
 
@@ -25,17 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from pairs import chain
 from transformers import AutoModelForCausalLM
 
 from bench.checks.real import PAIR
-from bench.harness import Figures, add_part, parser_of, result_file, say, state_folder, timed
-from bench.lab import demo, halves
-from bench.papers.evidence import ROUNDS, over, replayed
-from bench.papers.shortlists import DECAY, DEPTH, best_budget, fit_to
+from bench.harness import Figures, add_part, parser_of, result_file, say, timed
+from bench.lab import demo
+from bench.papers.evidence import over
 from spectune.optimizer.fit.corpus import corpus_tokens
 from spectune.optimizer.fit.fr_spec import frequency_order
-from spectune.optimizer.inputs import read_files
 from spectune.runtime.loading import LoadedPair
 from spectune.runtime.models import CausalModel
 from spectune.runtime.pair import read_pair
@@ -44,16 +38,13 @@ SIZES = (8192, 16384, 32768)
 LAYERS, CONTEXT = 2, 256
 """Of the draft whose passes are timed; tokens before them."""
 OWN = "its own texts"
-DRAFT, REQUESTS, TOKENS, ROUTED = "small", 48, 32, 40_000
-"""Whose chains are replayed, on how many requests of how many tokens, half of them unseen; contexts
-that the router is trained on."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--texts", type=Path, default=PAIR / "own_texts.jsonl")
     parser.add_argument("--corpus", action="append", default=[], metavar="NAME=FILE")
-    parts = {"mass": mass, "costs": costs, "kept": kept}
+    parts = {"mass": mass, "costs": costs}
     parser.add_argument("--only", nargs="*", choices=list(parts), default=list(parts))
     parser.add_argument("--quick", action="store_true", help="a tiny size")
     options = parser.parse_args(arguments)
@@ -107,43 +98,6 @@ def mass(options: argparse.Namespace) -> Figures:
             for (name, size), found in sums.items() if (each := np.array(found)) is not None
         ],
     }  # fmt: skip
-
-
-def kept(options: argparse.Namespace) -> Figures:
-    """By size, what chains of the draft model keep of their mean accepted length when they draft
-    from FR-Spec's shortlist, PA-FR's and DynaSpec's, that in the mean evaluate as many tokens."""
-    contexts, count, tokens = (2000, 12, 12) if options.quick else (ROUTED, REQUESTS, TOKENS)
-    name = str(PAIR / "pair.json")
-    workload = read_files([str(PAIR / "texts.jsonl")])
-    how: Figures = {"workload": workload, "count": count, "tokens": tokens, "trees": False}
-    h = halves(state_folder(options.quick), 0.0, options.quick, name=name, **how)
-    text, whole, rows = _texts_of(h.pair, options.texts), chain(DRAFT, DEPTH), []
-    everything = replayed(h, whole).counts[:, ROUNDS]
-    for size in SIZES:
-        fits = fit_to(h, DRAFT, text, contexts, size)
-        decayed = {"kind": "position_frequency", "k_max": round(DEPTH * size / DECAY)}
-        shortlists: dict[str, Figures] = {
-            "FR-Spec": fits.frequency(size),
-            "PA-FR": decayed | {"artifact": fits.order},
-            "DynaSpec": fits.in_clusters(*best_budget(h, fits)),
-        }
-        for shown, shortlist in shortlists.items():
-            rounds = replayed(h, whole | {"shortlist": shortlist}).counts[:, ROUNDS]
-            rows.append({"size": size, "shortlist": shown, "kept": over(everything, rounds)})
-            say(rows[-1])
-    tau = float(replayed(h, whole).counts[:, :2].sum(0) @ [0, 1] / everything.sum())
-    clusters = len(fits.means)
-    about = {"sample": h.sample(), "contexts": contexts, "clusters": clusters, "tau": tau}
-    return {"draft": DRAFT, "depth": DEPTH, **about, "rows": rows}
-
-
-def _texts_of(pair: LoadedPair, file: Path) -> Path:
-    """The target's texts of a file, but for those held out, as a corpus."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    texts = (pair.text([*r["prompt"], *r["output"]]) for r in rows if not r["held_out"])
-    corpus = file.with_name("own_corpus.jsonl")
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return corpus
 
 
 def _order(pair: LoadedPair, counts: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
