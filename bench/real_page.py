@@ -84,8 +84,8 @@ def page() -> str:
         "A public model, tuned. Its weights are what a file of 4 bits becomes in bfloat16, "
         "dequantized once by `make real`; nothing of it is part of this project, and Gemma's terms "
         "apply to its use. `tools/gemma` has it write texts (`own_texts`) and trains an EAGLE-3 "
-        "head and a draft model of two layers on them (`train`). Shortlists of its 262,144 tokens are on [DynaSpec's "
-        "page](papers/dynaspec.md). Written by `python bench/report.py`."
+        "head and a draft model of two layers on them (`train`). Shortlists of its 262,144 tokens "
+        "are on [DynaSpec's page](papers/dynaspec.md). Written by `python bench/report.py`."
     )
     lines = ["# Gemma 3 270M", "", about, "", *tunings(), *trees(), *beside_transformers()]
     lines += exactness()

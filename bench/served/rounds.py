@@ -1,12 +1,12 @@
 """Every round of a vLLM server, predicted from what its draft proposed once.
 
 By drafter (a draft model, an EAGLE-3 head, prompt lookup, an MTP layer that the demo trains) greedy
-texts are recorded twice: by a server that accepts none of its drafts, and by requests that are
-forced to emit what was recorded. Then every number of draft tokens and two tables by load are
-served, one request at a time and eight, and each round is held against what either recording
-predicts. Texts at temperature 0.8 are forced as well: rounds are held against them, and what they
-predict of other numbers of tokens against texts that those served. What a drafter came to is stored
-as it ends.
+texts are recorded twice: by a server that accepts none of its drafts (not of Gemma), and by
+requests that are forced to emit what was recorded. Then every number of draft tokens and two tables
+by load are served, one request at a time and eight, and each round is held against what either
+recording predicts. Texts at temperature 0.8 are forced as well: rounds are held against them, and
+what they predict of other numbers of tokens against texts that those served. What a drafter came to
+is stored as it ends.
 """
 
 from __future__ import annotations
@@ -176,25 +176,30 @@ class Drafter:
         tables = ({"draft": self.draft, "window": window} for window in windows)
         policies = [*(chain(self.draft, g) for g in gammas), *map(parse_policy, tables)]
         none = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * MOST}
-        with self.serving(**none) as server:
-            zero, positions = self.record(server, COUNT, 0.0)
+        recordings, positions = dict[str, str](), dict[str, int]()
+        if not self.real:
+            with self.serving(**none) as server:
+                recordings["zero"], positions["zero"] = self.record(server, COUNT, 0.0)
         with self.serving() as server:
-            forced, positions_forced = self.record(server, COUNT, 0.0)
+            forced, positions["forced"] = self.record(server, COUNT, 0.0)
+            recordings["forced"] = forced
             rows: list[dict[str, Any]] = []
             for policy in policies:
                 for clients in (1, SEATS):
                     answers = self.execute(server, COUNT, policy, clients, 0.0)
-                    by_zero, by_forced = (self.compare(policy, answers, r) for r in (zero, forced))
                     about: dict[str, Any] = {"policy": policy.label(), "clients": clients}
-                    rows.append(about | by_forced | {"differ_by_zero": by_zero["differ"]})
+                    for name, recording in recordings.items():
+                        found = self.compare(policy, answers, recording)
+                        about |= found if name == "forced" else {"differ_by_zero": found["differ"]}
+                    rows.append(about)
                     say(rows[-1])
             sampled = {} if self.real else self.measure_sampled(server)
         return {
-            "positions": {"zero": positions, "forced": positions_forced},
-            "proposals_differ": self.proposals_differ(zero, forced),
+            "positions": positions,
+            "proposals_differ": self.proposals_differ(*recordings.values()),
             "first_position": self.first_position(forced),
             "rounds": sum(row["rounds"] for row in rows),
-            "differ": sum(row["differ"] + row["differ_by_zero"] for row in rows),
+            "differ": sum(row["differ"] + row.get("differ_by_zero", 0) for row in rows),
             "sampled": sampled,
             "rows": rows,
         }
@@ -253,10 +258,10 @@ class Drafter:
         return {"rounds": rounds, "differ": differ, "texts": texts}
 
     def proposals_differ(self, *recordings: str) -> int:
-        """Positions at which two recordings propose other tokens, or as many of another number."""
+        """Positions at which recordings propose other tokens, or as many of another number."""
         traces = [open_trace(self.store, r, drafts=[self.draft]).trace for r in recordings]
-        one, other = (trace.copies[self.draft] for trace in traces)
-        return int((one != other).any(0).sum())
+        one, *others = (trace.copies[self.draft] for trace in traces)
+        return sum(int((one != other).any(0).sum()) for other in others)
 
     def first_position(self, recording: str) -> float:
         """Share of the recorded positions at which the first proposed token is the text's."""
