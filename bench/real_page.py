@@ -171,7 +171,8 @@ def large_vocabulary() -> list[str]:
         "",
         f"Gemma 3 270M (`make real`). FR-Spec's shortlists over {mass['contexts']:,} contexts of "
         f"{mass['texts']} texts that the target wrote after prompts that are held out (95% "
-        f"interval over texts). Counted in {counted}.",
+        "interval over texts). No router was trained for them, and no speed executed. Counted in "
+        f"{counted}.",
         "",
         *table(columns, rows),
         f"What the product with so many rows costs of a pass of a draft of {costs['layers']} "

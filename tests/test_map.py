@@ -118,3 +118,20 @@ def test_pages_show_what_was_measured() -> None:
     assert len(figures["cells"]) >= 500
     assert len(text.split()) <= 700
     assert sum(row["inside"] for row in figures["executed"]["rows"]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("verdict", "over", "following", "is_"),
+    [
+        ("chain", [1.2, 1.1, 1.3], [0.98, 0.9, 1.1], "right"),
+        ("chain", [1.1, 0.9, 1.3], [0.98, 0.9, 1.1], "a tie"),
+        ("chain", [0.9, 0.8, 0.95], [0.98, 0.9, 1.1], "wrong"),
+        ("nothing", [1.0, 1.0, 1.0], [0.9, 0.8, 0.95], "right"),
+        ("nothing", [1.0, 1.0, 1.0], [1.0, 0.8, 1.2], "a tie"),
+        ("nothing", [1.0, 1.0, 1.0], [1.1, 1.02, 1.2], "wrong"),
+    ],
+)
+def test_not_to_draft_is_right_only_where_what_is_next_is_slower(
+    verdict: str, over: list[float], following: list[float], is_: str
+) -> None:
+    assert page.outcome(verdict, over, following) == is_

@@ -225,8 +225,8 @@ def test_what_won_and_what_is_left_out_stand_beside_a_claim() -> None:
     assert f"\n**{run['on']}**, a pair ballasted to 8B" in said
     assert f"{run['tuned']['confirmed']['requests']} requests held out" in said
     assert f"**{run['tuned']['confirmed']['ratio']:.2f} times autoregression**" in said
-    low, high = report.coupled_costs_chains()
-    assert f"costs a chain {low} to {high}% of its speed" in said
+    low, high, beyond = report.coupled_costs_chains()
+    assert f"costs chains {low} to {high}% of `rejection`'s tokens a round ({beyond}" in said
 
 
 def test_what_a_public_model_reaches_says_what_was_not_shown() -> None:
@@ -320,6 +320,14 @@ def test_under_load_the_page_begins_with_what_to_use() -> None:
     rows = report.load("rules")["replayed"]["rows"]
     none = [row["over"]["none"][0] for row in rows if row["clients"]]
     assert f"**Not to draft** has {min(none):.2f} to {max(none):.2f}" in "\n".join(head)
+
+
+def test_five_questions_are_answered_in_short_and_say_where_it_stands() -> None:
+    page = report.pages()["docs/questions.md"]
+    assert len(page.split()) <= 450
+    answers = page.split("## ")[1:]
+    assert len(answers) == 5
+    assert all("](" in answer.splitlines()[2] for answer in answers)
 
 
 def test_the_simulators_page_begins_with_how_far_it_was_off() -> None:

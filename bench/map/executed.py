@@ -7,8 +7,7 @@ read. Eight cells are of one request at a time: a draft, a temperature, a catego
 clients, of all categories. Costs are a profile that is measured just before, all by the processor's
 clock. The verdict is the map's (of several clients: of chains and trees, served by replay); it,
 what would be next and no draft are executed in turns on 40 requests. It is right where it is faster
-than no draft beyond noise, or not to draft was right, and what is next is not faster than it beyond
-noise.
+than no draft, or than what is next, beyond noise; wrong where one of these is faster than it.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from bench.map.cells import (
     times_as_fast,
 )
 from bench.map.costs import named
+from bench.map.page import outcome
 from bench.verdicts import of_draws
 from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
@@ -171,8 +171,6 @@ def _row(
     executed: Ratio,
 ) -> dict[str, Any]:
     over, following_over = executed(verdict, "nothing"), executed(following, verdict)
-    pays = verdict == "nothing" or over[1] > 1
-    loses = (verdict != "nothing" and over[2] < 1) or following_over[1] > 1
     return {
         "verdict": verdict,
         "policy": policies[verdict].label(),
@@ -181,7 +179,7 @@ def _row(
         "executed": over,
         "following_predicted": told(following, verdict),
         "following_executed": following_over,
-        "is": "wrong" if loses else "right" if pays else "a tie",
+        "is": outcome(verdict, over, following_over),
     }
 
 

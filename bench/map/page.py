@@ -138,6 +138,14 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
     )
 
 
+def outcome(verdict: str, over: Sequence[float], following: Sequence[float]) -> str:
+    """Of an executed verdict, by how many times as fast as no draft it is, and what would be next
+    as it, with their intervals: right where one of them excludes that they are alike."""
+    loses = (verdict != "nothing" and over[2] < 1) or following[1] > 1
+    shown = over[1] > 1 or following[2] < 1
+    return "wrong" if loses else "right" if shown else "a tie"
+
+
 def page(figures: dict[str, Any]) -> list[str]:
     """The generated lines of docs/map.md."""
     cells: list[Cell] = figures["cells"]
@@ -252,7 +260,22 @@ def _hardware(figures: dict[str, Any]) -> list[str]:
         for name, about in hardware.items()
         if about["label"] == "published"
     )
-    return [*table(names, rows), "Published:", "", *published, ""]
+    return [*table(names, rows), "Published:", "", *published, "", *_under_load(figures)]
+
+
+def _under_load(figures: dict[str, Any]) -> list[str]:
+    """The best chain of named costs by requests at once, and its speed over none."""
+    cells = [c for c in figures["cells"] if "hardware" in c and c["batch"] > 1]
+    of = {(c["hardware"], c["draft"], c["temperature"], c["batch"]): c for c in cells}
+    loads = sorted({key[2:] for key in of})
+    rows = [
+        (*who, *(f"`{tiny(of[*who, *load]['best'])}` {ratio(of[*who, *load]['speed'])}".replace(
+            "`` 1.00 (1.00 to 1.00)", "none") for load in loads))
+        for who in dict.fromkeys(key[:2] for key in of)
+    ]  # fmt: skip
+    heads = (f"{batch} at once, temperature {temperature:g}" for temperature, batch in loads)
+    about = "Several requests at once, the best chain over no draft, of costs that have steps:"
+    return [about, "", *table(("costs", "draft", *heads), rows)]
 
 
 def _executed(figures: dict[str, Any]) -> list[str]:
@@ -276,6 +299,11 @@ def _executed(figures: dict[str, Any]) -> list[str]:
     return [about, "", *table(names, shown), *blind]
 
 
+def outcomes(d: dict[str, Any]) -> list[str]:
+    """Of every executed cell."""
+    return [outcome(r["verdict"], r["executed"], r["following_executed"]) for r in d["rows"]]
+
+
 def _blind(d: dict[str, Any]) -> list[str]:
     """Cells that were drawn before anything was run."""
     rows = [
@@ -288,19 +316,20 @@ def _blind(d: dict[str, Any]) -> list[str]:
             f"`{short(r['following'])}`",
             ratio(r["following_predicted"]),
             ratio(r["following_executed"]),
-            r["is"],
+            told,
         )
-        for r in d["rows"]
+        for r, told in zip(d["rows"], outcomes(d), strict=True)
     ]
-    counts = Counter(r["is"] for r in d["rows"])
+    counts = Counter(outcomes(d))
     spoken = [r for r in d["rows"] if r["verdict"] != "nothing"]
     off = sorted(r["executed"][0] / r["predicted"][0] for r in spoken)
     again = sorted(abs(x - 1) for r in d["rows"] for x in r.get("again", ()))
     about = (
         f"**Blind**: {len(rows)} cells of this machine, drawn by seed {d['seed']} before anything "
         f"was run, executed on 40 requests that the map has not read: {counts['right']} right, "
-        f"{counts['a tie']} ties, {counts['wrong']} wrong. Executed over predicted, where the "
-        f"verdict is to draft: {off[len(off) // 2]:.3f} in the median ({off[0]:.3f} to "
+        f"{counts['a tie']} ties (what is next is neither faster nor slower beyond noise), "
+        f"{counts['wrong']} wrong. Executed over predicted, where the verdict is to "
+        f"draft: {off[len(off) // 2]:.3f} in the median ({off[0]:.3f} to "
         f"{off[-1]:.3f}); executing several clients again differs by "
         f"{again[len(again) // 2]:.1%} in the median. By the processor's clock, in one thread. "
         f"`python bench/run.py map_executed --only blind`, {d['measured']}, code of {d['code']}."
