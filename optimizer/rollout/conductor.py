@@ -193,6 +193,7 @@ def conduct(
     whoever conducts it. A database that goes away is waited for: what it held is over then."""
     owner = f"{socket.gethostname()}:{secrets.token_hex(4)}"
     held: dict[int, Conductor] = {}
+    is_away = False
     while not stop.is_set():
         wait_s = look_s
         try:
@@ -206,8 +207,13 @@ def conduct(
                 found = store.rollout(number)
                 if found is None or found.verdict is not None:
                     return
+            if is_away:
+                log.warning("rollouts are conducted again")
+            is_away = False
         except DatabaseError as error:
-            log.warning("%s; trying again until it can be used", error)
+            if not is_away:
+                log.warning("%s; rollouts wait until it can be used", error)
+            is_away = True
         except Exception:
             # A worker that ends here would leave every rollout without an end.
             log.exception("a rollout cannot be conducted")
