@@ -99,7 +99,7 @@ class Learner:
             return
         short = copy.deepcopy(config)
         short.num_hidden_layers = 2
-        short.layer_types = [config.layer_types[0], config.layer_types[-1]]
+        short.layer_types = config.layer_types[:1] * 2  # vLLM takes drafts of one kind of layer
         self.draft = type(self.target)(short)
         for place in (0, -1):
             self.draft.model.layers[place].load_state_dict(self.layers[place].state_dict())
