@@ -153,6 +153,8 @@ class Drafter:
         path = self.spec.drafts.get(self.draft)
         config = speculative_config(path, MOST, SEATS, self.method) | more
         arguments = f"--enable-prefix-caching --speculative-config '{json.dumps(config)}'"
+        if self.real and path:  # else vLLM deals a draft's layers to several of its caches
+            arguments += " --disable-hybrid-kv-cache-manager"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         how: dict[str, Any] = {"spec": self.spec, "draft": self.draft, "seats": SEATS}
         return serving(SMALL, arguments, **how, threads=1)
