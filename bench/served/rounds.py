@@ -50,7 +50,7 @@ OF_TAU = (1, 2, 4)
 RECORDED = 4
 """Tokens that the recorded texts were served with."""
 REAL = ROOT / "build" / "real" / "pair.json"
-NAMES = {"ngram": "prompt lookup", "draft_model": "a draft model of two layers"}
+NAMES = {"ngram": "prompt lookup", "draft_model": "a draft model"}
 REAL_GAMMAS = (2, 8)
 """Numbers of tokens that are served of Gemma 3 270M, beside a table."""
 Round = tuple[int, int, int]
@@ -76,22 +76,19 @@ def measure(quick: bool) -> dict[str, Any]:
 def measure_real(quick: bool) -> dict[str, Any]:
     """Rounds of Gemma 3 270M (`make real`) by prompt lookup, and by the draft model that
     `tools/gemma` trained, where the pair has it."""
-    spec, told = read_pair(str(REAL)), list[str]()
+    spec = read_pair(str(REAL))
     methods = "ngram", *(["draft_model"] if DRAFTERS["draft_model"] in spec.drafts else [])
     drafters = stored_by(methods, "served-rounds-real.json", quick, spec, 32)
-    for method, found in drafters.items():
-        texts = sum(len(row["texts"]) for row in found["rows"])
-        executed = COUNT * len(found["rows"])
-        told.append(
-            f"{found['rounds']} rounds by {NAMES[method]}: {found['differ']} differ, and of "
-            f"{executed} texts {texts} from the recorded"
-        )
-    figures = drafters.values()
+    figures, by = drafters.values(), " and ".join(NAMES[method] for method in drafters)
+    rounds, differ = (sum(each[name] for each in figures) for name in ("rounds", "differ"))
+    unlike = sum(len(row["texts"]) for each in figures for row in each["rows"])
+    executed = sum(COUNT * len(each["rows"]) for each in figures)
     return {
-        "summary": f"of Gemma 3 270M {'; '.join(told)}",
+        "summary": f"{rounds} rounds of Gemma 3 270M by {by}: {differ} differ; {unlike} of "
+        f"{executed} texts do",
         "holds": not any(each["differ"] or each["proposals_differ"] for each in figures),
-        "rounds": sum(each["rounds"] for each in figures),
-        "differ": sum(each["differ"] for each in figures),
+        "rounds": rounds,
+        "differ": differ,
         "drafters": drafters,
     }
 
