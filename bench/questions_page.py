@@ -33,6 +33,7 @@ def page(load: Callable[[str], dict[str, Any]], believed: str) -> str:
     ran = {(r["clients"], r["rule"]): median(r["tokens_per_s"]) for r in rules}
     on_cpu = (f"{ran[n, 'tree'] / ran[n, 'constant']:.2f} at {n} clients" for n in (4, 16))
     auc = papers.auc(papers.rows_of(figures, "c2t"), "nodes")
+    of_gemma = papers.auc(load("real-drafts")["trees"]["rows"], "nodes")
     rounds, blind = load("served")["rounds"], Counter(outcomes(mapped["blind"]))
     gpus = [r["executed"] / r["predicted"][0] for r in mapped["executed"]["rows"]]
     answers = {
@@ -46,15 +47,17 @@ def page(load: Callable[[str], dict[str, Any]], believed: str) -> str:
         ),
         "Do C2T's features rank nodes better than joint probability?": (
             f"With its logarithm beside them: AUC {auc} by joint probability (greedy, no "
-            "interval). The paper's three alone were not measured. At EAGLE-2's tau trees verify "
-            f"{ends('c2t', 'nodes')} of its tokens; speed at `70b`, both tuned, is "
-            f"{ends('c2t', 'tuned', '70b')}. [C2T](papers/c2t.md): first lines, notes."
+            f"interval); on Gemma's head they do not: {of_gemma}. The paper's three alone were not "
+            f"measured. At EAGLE-2's tau trees verify {ends('c2t', 'nodes')} of its tokens; speed "
+            f"at `70b`, both tuned, is {ends('c2t', 'tuned', '70b')}. [C2T](papers/c2t.md): "
+            "first lines, notes."
         ),
         "Does DynaSpec's shortlist pay at a real vocabulary?": (
-            "Not known: no speed was executed there, and no router trained. Of Gemma's 262,144 "
-            f"tokens FR-Spec's 16,384 hold the likeliest in {share(mass['first_choice'])}, and "
-            f"take a draft's pass from {whole} of the target's to {part}. At 4,096 tokens it does "
-            f"not: {ends('dynaspec', 'executed', 'DynaSpec')} of the whole head's speed, executed. "
+            "Not known: no speed was executed there. Of Gemma's 262,144 tokens FR-Spec's 16,384 "
+            f"hold the likeliest in {share(mass['first_choice'])}, and take a draft's pass from "
+            f"{whole} of the target's to {part}; a draft that learned no others loses nothing, "
+            "routed or not. At 4,096 tokens it does not: "
+            f"{ends('dynaspec', 'executed', 'DynaSpec')} of the whole head's speed, executed. "
             "[DynaSpec](papers/dynaspec.md): *At a vocabulary of 262,144*."
         ),
         "When does a tree pay under load rather than a chain?": (

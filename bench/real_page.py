@@ -83,11 +83,12 @@ def page() -> str:
         "A public model, tuned. Its weights are what a file of 4 bits becomes in bfloat16, "
         "dequantized once by `make real`; nothing of it is part of this project, and Gemma's terms "
         "apply to its use. `tools/gemma` has it write texts (`own_texts`) and trains an EAGLE-3 "
-        "head and a draft model of two layers on them (`train`). Shortlists of its 262,144 tokens "
-        "are on [DynaSpec's page](papers/dynaspec.md). Written by `python bench/report.py`."
+        "head and a draft model of two layers on them (`train`). What the papers' mechanisms come "
+        "to with it stands first on the pages of [HeteroSpec](papers/heterospec.md), "
+        "[C2T](papers/c2t.md) and [DynaSpec](papers/dynaspec.md). Written by `python "
+        "bench/report.py`."
     )
-    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *trees(), *beside_transformers()]
-    lines += exactness()
+    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *beside_transformers(), *exactness()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -170,8 +171,7 @@ def large_vocabulary() -> list[str]:
         "",
         f"Gemma 3 270M (`make real`). FR-Spec's shortlists over {mass['contexts']:,} contexts of "
         f"{mass['texts']} texts that the target wrote after prompts that are held out (95% "
-        "interval over texts). No router was trained for them, and no speed executed. Counted in "
-        f"{counted}.",
+        f"interval over texts). No speed was executed there. Counted in {counted}.",
         "",
         *table(columns, rows),
         f"What the product with so many rows costs of a pass of a draft of {costs['layers']} "
@@ -216,22 +216,23 @@ def kept() -> list[str]:
     return [about, "", *table(("shortlist", *(f"{size:,}" for size in sizes)), rows)]
 
 
-def trees() -> list[str]:
-    """HeteroSpec's bins and C2T's classifier on the trained head's trees."""
-    d = load("real-drafts").get("trees")
-    if d is None:
-        return []
+def trees(*claims: str) -> list[str]:
+    """What claims of papers come to on the trained head's trees."""
+    d = load("real-drafts").get("trees", {"rows": []})
     rows = [
         (CLAIMS[row["claim"]].title, row["cell"], ratio(row["ours"]), row["why"])
         for row in d["rows"]
+        if row["claim"] in claims
     ]
+    if not rows:
+        return []
     about = (
-        f"An EAGLE-3 head that `tools/gemma` trains: EAGLE-2's tree has tau {d['tau']:.2f}, a "
-        f"chain {d['chain']:.2f} ({d['sample']}; 95% interval). `python bench/run.py real_drafts`, "
-        f"{when_of('trees')}:"
+        "An EAGLE-3 head of [it](../gemma.md), trained by `tools/gemma`: EAGLE-2's tree has tau "
+        f"{d['tau']:.2f}, a chain {d['chain']:.2f} ({d['sample']}; 95% interval). `python "
+        f"bench/run.py real_drafts`, {when_of('trees')}:"
     )
     columns = ("what", "draft", "measured", "beside it")
-    return ["## Bins and the classifier on its head", "", about, "", *table(columns, rows)]
+    return ["## On Gemma 3 270M", "", about, "", *table(columns, rows)]
 
 
 def when_of(part: str) -> str:

@@ -587,7 +587,10 @@ def paper_page(name: str) -> str:
     if name == "dynaspec":
         verdicts = f"The fastest on [the map](../map.md), {map_page.shortlists(load('map'))}."
         first = [verdicts, "", *real_page.large_vocabulary()]
-    first = paper_pages.by_saturation(figures) if name == "heterospec" else first
+    if name == "heterospec":
+        first = [*real_page.trees("tau", "tokens"), *paper_pages.by_saturation(figures)]
+    if name == "c2t":
+        first = real_page.trees("nodes")
     mechanism = {"heterospec": "bins", "c2t": "classifier", "on_the_fly": "window"}.get(name)
     on_map = map_page.wins(load("map"), mechanism) if mechanism else ""
     whole = [paper_pages.page(figures, made, name, first, on_map), *lines]

@@ -23,6 +23,14 @@ def of_draws(drawn: Sequence[float]) -> list[float]:
     return [float(np.quantile(drawn, share)) for share in (0.5, 0.025, 0.975)]
 
 
+def outcome(verdict: str, over: Sequence[float], following: Sequence[float]) -> str:
+    """Of an executed verdict, by how many times as fast as no draft it is, and what would be next
+    as it, with their intervals: right where one of them excludes that they are alike."""
+    loses = (verdict != "nothing" and over[2] < 1) or following[1] > 1
+    shown = over[1] > 1 or following[2] < 1
+    return "wrong" if loses else "right" if shown else "a tie"
+
+
 def exactly(holds: bool) -> str:
     """Of a count that is to be 0."""
     return MET if holds else NOT_MET

@@ -13,6 +13,7 @@ import pytest
 from bench import lab, report
 from bench.map import cells as the_map
 from bench.map import costs, page
+from bench.verdicts import outcome
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.spaces import DraftLimits
 from spectune.runtime.pair import read_pair
@@ -134,4 +135,4 @@ def test_pages_show_what_was_measured() -> None:
 def test_not_to_draft_is_right_only_where_what_is_next_is_slower(
     verdict: str, over: list[float], following: list[float], is_: str
 ) -> None:
-    assert page.outcome(verdict, over, following) == is_
+    assert outcome(verdict, over, following) == is_

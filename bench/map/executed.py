@@ -37,8 +37,7 @@ from bench.map.cells import (
     times_as_fast,
 )
 from bench.map.costs import named
-from bench.map.page import outcome
-from bench.verdicts import of_draws
+from bench.verdicts import of_draws, outcome
 from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.replay.fast_replay import run_replay

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from bench.labels import short
 from bench.markdown import table
+from bench.verdicts import outcome
 
 Cell = dict[str, Any]
 COLOURS = {
@@ -136,14 +137,6 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
         + "\n".join(parts)
         + "\n</svg>\n"
     )
-
-
-def outcome(verdict: str, over: Sequence[float], following: Sequence[float]) -> str:
-    """Of an executed verdict, by how many times as fast as no draft it is, and what would be next
-    as it, with their intervals: right where one of them excludes that they are alike."""
-    loses = (verdict != "nothing" and over[2] < 1) or following[1] > 1
-    shown = over[1] > 1 or following[2] < 1
-    return "wrong" if loses else "right" if shown else "a tie"
 
 
 def page(figures: dict[str, Any]) -> list[str]:

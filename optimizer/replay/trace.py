@@ -155,7 +155,7 @@ def _check_recorded(store: TraceStore, policy: Policy, info: Recording) -> None:
             )
     makes = f"`record --resume {info.id}` makes those of every draft of its pair"
     if info.engine != "native":
-        makes = f"`retrace {info.id}` makes those of its server's"
+        makes = f"`retrace {info.id}` asks its server for what that draft proposes"
     raise PolicyError(
         f"draft: recording {info.id} has no panorama of draft {draft!r}; it has: {recorded}; "
         + makes
