@@ -80,7 +80,7 @@ class PairCheck:
     accepted and gained; ``worth``, of those whose speed was measured (None: of none). Seconds:
     ``token_s`` of a token without a draft (0: not measured), ``round_s`` of a round, ``decode_s``
     of a token that was decoded, ``read_s`` of one that every draft read. ``slope``: what a further
-    token of a target's pass takes, as a part of a pass over one (None: not measured)."""
+    token of a target's pass takes, as a part of ``token_s`` (None: not measured)."""
 
     recording: str
     texts: Sequence[Trajectory]
@@ -161,15 +161,16 @@ def check_pair(
     rows, worth, token_s = _replayed(store, recording, drafts, gamma_max, profile)
     round_s = float(np.mean([step.round_s for r in texts for step in r.steps]))
     seconds = token_s, round_s, decode_s, read_s
-    slope = None if profile is None else _slope(profile, gamma_max)
+    slope = None if profile is None else _further_s(profile, gamma_max) / token_s
     return PairCheck(recording, [r.trajectory for r in read], rows, worth, *seconds, slope)
 
 
-def _slope(profile: LatencyProfile, gamma_max: int) -> float:
-    """Of the target's pass, over one token and over as many as the longest window verifies."""
+def _further_s(profile: LatencyProfile, gamma_max: int) -> float:
+    """Seconds that a further token of the target's pass takes, up to as many as the longest window
+    verifies."""
     rows, context = np.array([1.0, gamma_max + 1.0]), np.full(2, profile.usual_context)
     one, many = profile.seconds("target", rows=rows, context=context)
-    return max(0.0, float(many / one - 1) / gamma_max)
+    return max(0.0, float(many - one) / gamma_max)
 
 
 def _tokens(requests: Sequence[RecordedRequest]) -> int:
