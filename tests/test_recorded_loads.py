@@ -99,6 +99,19 @@ def test_replicas_in_one_database_are_not_one_server_with_their_sum(
         assert own.options["boot"] == "b1"
 
 
+def test_what_the_draft_proposes_is_read_by_the_pair(door: Door, tmp_path: Path) -> None:
+    agent = Agent(tmp_path / "folder")
+    agent.write_requests(served())
+    follow(door, agent.folder)
+    result = door.call(*TUNE.split(), "--limit", 12, json=True)
+    told = json.loads(result.stdout)
+    assert "panorama small: 12" in result.stderr
+    with opened(door.db) as store:
+        assert not store.missing_panoramas(told["recording"], "small", 3)
+    again = TUNE.replace("--since 1d", f"--recording {told['recording']} --limit 12")
+    assert json.loads(door.call(*again.split(), json=True).stdout)["loads"] == told["loads"]
+
+
 def test_a_share_of_texts_is_not_a_share_of_the_load(
     door: Door, tmp_path: Path, alone: Any
 ) -> None:

@@ -43,6 +43,7 @@ from spectune.optimizer.execute import DecodeOptions
 from spectune.optimizer.recording.on_engine import EngineRun, check_options, prompts_of, record_on
 from spectune.optimizer.recording.processes import dask_workers
 from spectune.optimizer.replay.loads import loads_of, objective_of
+from spectune.optimizer.replay.served_costs import costs_of_engine
 from spectune.optimizer.replay.trace import Opened
 from spectune.optimizer.report.words import closing
 from spectune.optimizer.rollout.rollout_words import in_words
@@ -54,7 +55,7 @@ from spectune.optimizer.tuning.native import PairBench, TuneOptions, native_benc
 from spectune.optimizer.tuning.pair_load import PairLoadBench
 from spectune.optimizer.tuning.pipeline import ProveOptions
 from spectune.optimizer.tuning.pipeline import tune as run_tuning
-from spectune.optimizer.tuning.server_bench import connect, record_draft, server_bench
+from spectune.optimizer.tuning.server_bench import connect, read_by_pair, record_draft, server_bench
 from spectune.optimizer.tuning.sources import ServerTuned, recording_named, sample_since, suits
 from spectune.optimizer.tuning.tuned import Tuned
 from spectune.runtime.pair import PairSpec
@@ -233,18 +234,25 @@ def _under_load(s: Tune, talk: Talk, *bench: Any, **how: Any) -> PairLoadBench:
 def on_engine(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iterator[Ready]:
     """What an engine recorded, on servers of its own that are started to execute (``serve``)."""
     spec = pair_of(s) if names_pair(s) and s.typed("pair", "target", "drafts") else None
+    costs = None
     if s.since is None:
         info = recording_meant(s, store, s.recording or "latest", s.engine)
     else:
         of = spec or pair_of(s, store, recording_meant(s, store, "latest", s.engine).id)
         info = _recorded(store, of, s, talk, account, s.engine)
+        costs = costs_of_engine(store, info)
+        for draft in sorted(of.drafts.keys() & costs.passes.keys()):
+            most = costs.passes[draft][1]
+            if store.missing_panoramas(info.id, draft, most):
+                models = partial(account.load, s, of, talk, drafts=[draft])
+                read_by_pair(store, info.id, draft, most, models, progress=talk.progress)
     if s.serve and spec is None:
         spec = pair_of(s, store, info.id)
     if spec is not None:
         info = recording_named(store, info.id, pair=spec)
     limit: dict[str, Any] = {"limit": s.requests.limit, "unit": s.load.unit, "tell": talk.tell}
-    objective = objective_of(s.load)
-    simulated = engine_bench(store, info, [], s.load.arrivals or "recorded", objective, **limit)
+    arrivals, objective = s.load.arrivals or "recorded", objective_of(s.load)
+    simulated = engine_bench(store, info, [], arrivals, objective, costs=costs, **limit)
     note_missing_panoramas(info, len(simulated.ordinals), talk)
     how: dict[str, Any] = {**_of_search(s), "progress": talk.progress}
     if s.serve and spec is not None:

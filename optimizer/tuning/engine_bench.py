@@ -140,17 +140,18 @@ def engine_bench(
     *,
     limit: int | None = None,
     unit: Unit | None = None,
+    costs: ServedCosts | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> EngineBench:
     """The bench of an engine's recording, for policies, or where there are none for those of every
-    draft that the engine had loaded, under the loads that ``arrivals`` names, the numbers of a
-    file in ``unit``; ``tell`` is told first where served rounds differ from their replay, and how a
-    file of arrivals was read. Raises as :func:`open_trace`, :func:`loads_of` and
-    :func:`costs_of_engine` do."""
+    draft that the engine had loaded, under the loads that ``arrivals`` names, the numbers of a file
+    in ``unit``; ``costs`` are those of the recording's engine, fitted where they are not given;
+    ``tell`` is told first where served rounds differ from their replay, and how a file of arrivals
+    was read. Raises as :func:`open_trace`, :func:`loads_of` and :func:`costs_of_engine` do."""
     engine, rules = engine_named(info.engine), rules_of(info.engine, info.options.get("serving"))
     for policy in policies:
         engine.runs(policy)
-    costs = costs_of_engine(store, info)
+    costs = costs or costs_of_engine(store, info)
     replayed = policies or [constant(d, costs.passes[d][1]) for d in costs.drafts if d]
     opened = open_trace(store, info.id, replayed)
     trace, requests = opened.trace, list[ServedRequest]()

@@ -112,10 +112,24 @@ def record_draft(
     if server.draft in server.spec.methods:
         Retracer(store, info, server, progress=progress).run()
     if server.draft in server.spec.drafts:
-        pair = load()
-        with pair.torch_threads():
-            panoramas = PanoramaSpec((server.draft,), max(2, server.wanted.most))
-            record_panoramas(store, pair, info.id, panoramas, progress=progress)
+        read_by_pair(store, info.id, server.draft, server.wanted.most, load, progress=progress)
+
+
+def read_by_pair(
+    store: TraceStore,
+    recording: str,
+    draft: str,
+    most: int,
+    load: Callable[[], LoadedPair],
+    *,
+    progress: Progress = silent,
+) -> None:
+    """Makes what a draft of a pair, which is loaded, proposes at every position of a recording, up
+    to so many tokens."""
+    pair = load()
+    with pair.torch_threads():
+        panoramas = PanoramaSpec((draft,), max(2, most))
+        record_panoramas(store, pair, recording, panoramas, progress=progress)
 
 
 def put_published(
