@@ -11,6 +11,7 @@ from spectune.optimizer.commands.results import Table, cell, headers
 from spectune.optimizer.report import charts
 from spectune.optimizer.report.page import Panel, rendered
 from spectune.optimizer.report.words import PolicyTable, counted
+from spectune.optimizer.tuning.tuned import proof_of
 from spectune.service.board import WINDOW, Figures
 
 REFRESH_S: Final = 30
@@ -83,15 +84,13 @@ def _table(name: str, rows: Sequence[Row], columns: Sequence[str], title: str) -
 
 
 def _gained(evidence: Mapping[str, Any]) -> str:
-    """The gain that a publication was made for, as it was confirmed, or by the last look of its
-    rollout."""
-    looks = (evidence.get("rollout") or {}).get("looks") or [evidence.get("confirmed") or {}]
-    last = looks[-1]
-    if "ratio" not in last:
+    """The gain that a publication was proved by."""
+    proof = proof_of(evidence)
+    if proof is None:
         return ""
-    ends = [end for end in last.get("interval") or () if end is not None]
+    ends = [end for end in proof["interval"] or () if end is not None]
     interval = f" ({ends[0]:.2f} to {ends[1]:.2f})" if len(ends) == 2 else ""
-    return f"{last['ratio']:.2f} times as fast{interval}"
+    return f"{proof['ratio']:.2f} times as fast{interval}"
 
 
 def _rollouts(rollouts: Sequence[Row]) -> Iterator[Panel]:

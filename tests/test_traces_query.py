@@ -497,7 +497,7 @@ def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> Non
     at(store, NOW).publish(PAIR, "cpu", POLICY_ID, actor="tune", reason="faster", evidence=evidence)
     (row,) = door.json("status")["deployments"]
     assert (row["version"], row["label"], row["since"]) == (1, "small", NOW.isoformat())
-    assert row["confirmed"] == {"ratio": 1.25, "interval": [1.1, 1.42], "level": 0.98}
+    assert row["proof"] == {"ratio": 1.25, "interval": [1.1, 1.42]}
     assert row["served_since"] is None, "what came before says nothing of it"
     decoded(at(store, NOW + DAY), {POLICY_ID: 0.1}, n=3)
     schedules.add_schedule(store.database, "nightly", "@daily", {"deployment": "canary"}, now=NOW)

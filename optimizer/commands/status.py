@@ -15,7 +15,7 @@ from spectune.optimizer.drift.alarm_words import told
 from spectune.optimizer.followed_servers import Servers, answers_in_words, newest_answers
 from spectune.optimizer.rollout.rollout_words import progress_of
 from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
-from spectune.optimizer.tuning.tuned import tuned_of
+from spectune.optimizer.tuning.tuned import proof_of
 from spectune.settings import StatusCommand
 from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore
@@ -85,8 +85,7 @@ def _in_force(
     of = TraceFilter(pair=p.pair_id, policy=p.policy_id, since=since)
     served = next(iter(speed(store, of, by=("policy",))), None)
     figures = ("requests", "tokens_per_s", "tau", "acceptance", "mean_batch")
-    tuned = tuned_of(p)
-    confirmed = tuned and tuned.confirmed
+    proof = proof_of(p.evidence)
     answers = store.acknowledgements(p.version)
     return _row(p.deployment, _due(schedules, p.deployment)) | {
         "pair": names.get(p.pair_id, p.pair_id),
@@ -98,7 +97,7 @@ def _in_force(
         "since": at.isoformat(),
         "actor": p.actor,
         "reason": p.reason,
-        "confirmed": confirmed and confirmed.model_dump(include={"ratio", "interval", "level"}),
+        "proof": proof and {key: proof[key] for key in ("ratio", "interval")},
         "served_since": served and {key: served[key] for key in figures},
         "servers": answers_in_words(answers, servers),
         "answers": dict(Counter(a.status for a in newest_answers(answers, servers))),
@@ -109,7 +108,7 @@ def _row(deployment: str, due: list[dict[str, Any]]) -> dict[str, Any]:
     """A row of which nothing but the name and the schedules is known."""
     nothing = ("pair", "pair_id", "device", "version", "policy", "label", "since", "actor")
     more: dict[str, Any] = {"reason": "", "servers": "", "answers": {}, "alarms": []}
-    more |= {"confirmed": None, "served_since": None}
+    more |= {"proof": None, "served_since": None}
     return {"deployment": deployment, **dict.fromkeys(nothing), **more, "scheduled": due}
 
 
@@ -128,12 +127,12 @@ def _due(schedules: Iterable[Schedule], deployment: str) -> list[dict[str, Any]]
 
 def _in_words(row: Mapping[str, Any]) -> dict[str, str]:
     """The columns of the table that are no plain values."""
-    confirmed, served = row["confirmed"], row["served_since"]
-    gained = "not confirmed" if row["version"] else ""
-    if confirmed:
-        ends = [end for end in confirmed["interval"] if end is not None]
+    proof, served = row["proof"], row["served_since"]
+    gained = "not proved" if row["version"] else ""
+    if proof:
+        ends = [end for end in proof["interval"] or () if end is not None]
         interval = f" ({ends[0]:.2f}-{ends[1]:.2f})" if len(ends) == 2 else ""
-        gained = f"{confirmed['ratio']:.2f}{interval}"
+        gained = f"{proof['ratio']:.2f}{interval}"
     shown = "no request since" if row["version"] else "nothing is published"
     if served:
         tau = "" if served["tau"] is None else f", tau {served['tau']:.2f}"

@@ -338,3 +338,10 @@ def tuned_of(publication: Publication) -> Tuned | None:
     """The tuning that a publication is the result of; None of one that none made."""
     evidence: Mapping[str, Any] = publication.evidence
     return Tuned.model_validate(evidence) if "winner" in evidence else None
+
+
+def proof_of(evidence: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``ratio`` and ``interval`` by which what was published was proved: of the last look of a
+    rollout, or of what a tuning confirmed; None without either."""
+    looks = (evidence.get("rollout") or {}).get("looks") or [evidence.get("confirmed") or {}]
+    return looks[-1] if "ratio" in looks[-1] else None
