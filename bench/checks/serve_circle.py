@@ -3,8 +3,9 @@ tuned for, and is what is then in force the best there.
 
     SPECTUNE_VLLM_PYTHON=.venv-vllm/bin/python python bench/run.py serve_circle [--quick]
 
-The server is `serve`, or a vLLM that `follow` follows; what it serves to a few clients, under a
-policy that somebody chose by hand, is recorded; each labels its requests. A schedule with `--since`
+The server is `serve`, or a vLLM that `follow` follows, whose tuning sends no request of its own
+and leaves the proof to the rollout; what it serves to a few clients, under a policy that somebody
+chose by hand, is recorded; each labels its requests. A schedule with `--since`
 and `--rollout`, and `control`, are left alone. Code goes on for a while, which may give no alarm;
 then all is prose, until a tuning and its rollout have ended. Time is compressed: `control` looks
 for drift every few seconds in place of ten minutes, and the rollout's blocks are short. What is
@@ -15,6 +16,7 @@ one runs over those before. The figures go to ``bench/results/serve-circle.json`
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -49,7 +51,7 @@ WITHIN = 0.97
 
 class Size(NamedTuple):
     """Seconds of code before `control` watches and after, of prose at the end; prompts of each
-    kind, the budget of a tuning, and how long each step of the circle may take."""
+    kind, the budget of a tuning on `serve`, and how long each step of the circle may take."""
 
     before_s: float
     stationary_s: float
@@ -61,28 +63,38 @@ class Size(NamedTuple):
 
 class Site(NamedTuple):
     """A server in front of clients: its URL and its model's name, the deployment that it is of, how
-    that is tuned, how policies are simulated there, and what publishes there."""
+    that is tuned, how policies are simulated there, how `control` runs beside it, what publishes
+    there, and the tuning that it begins with, from which the costs of steps are known."""
 
     url: str
     model: str
     deployment: str
     tuned: tuple[object, ...]
     simulated: tuple[object, ...]
+    control: tuple[object, ...]
     publish: Callable[[TraceStore, Policy, str], int]
+    first: tuple[object, ...] = ()
 
 
 @contextmanager
 def native(database: Path) -> Iterator[Site]:
     with serving.serve(database) as server:
-        yield Site(server.url, PAIR.name, serving.DEPLOYMENT, (), (), serving.publish)
+        yield Site(server.url, PAIR.name, serving.DEPLOYMENT, (), (), (), serving.publish)
 
 
 @contextmanager
 def vllm(database: Path) -> Iterator[Site]:
     load = ("--arrivals", f"clients:{CLIENTS}")
     with live.serving() as server, following(database, server.folder):
-        where = ("--url", server.url, "--folder", server.folder, "--deployment", "vllm", *load)
-        yield Site(server.url, server.model, "vllm", where, load, live.publish)
+        where, at = ("--engine", "vllm", "--deployment", "vllm", *load), server.folder
+        first = ("--url", server.url, "--folder", at, "--deployment", "vllm", *load)
+        prompts = database.with_name("code.jsonl")
+        rows = (json.dumps({"prompt": r.prompt}) for r in requests(24, category="code").requests)
+        prompts.write_text("\n".join(rows))
+        first += ("--workload", prompts, "--budget", "10s", "--no-publish")
+        # vLLM's processes spin between steps, here on all cores: a nice one gets next to none.
+        beside = ("--nice", 0)
+        yield Site(server.url, server.model, "vllm", where, load, beside, live.publish, first)
 
 
 FULL, TINY = Size(30, 120, 30, 96, "60s", 1500), Size(10, 20, 5, 24, "10s", 900)
@@ -97,9 +109,9 @@ def bodies(model: str, category: str, count: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def control(database: Path) -> Iterator[None]:
+def control(database: Path, *how: object) -> Iterator[None]:
     """`control` with nobody before it."""
-    words = command("--db", database, "control", "--port", 0)
+    words = command("--db", database, "control", "--port", 0, *how)
     words += ["--set", f"look={LOOK}", "--set", "poll=1s"]
     with database.with_suffix(".control.log").open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
@@ -158,8 +170,10 @@ def measure(quick: bool, of: Callable[[Path], AbstractContextManager[Site]]) -> 
     size = TINY if quick else FULL
     with temporary_folder() as folder, of(folder / "x.db") as site:
         database = folder / "x.db"
-        tuning = ("--pair", "demo", *site.tuned, "--budget", size.budget, "--limit", 96)
+        tuning = ("--pair", "demo", *(site.tuned or ("--budget", size.budget)), "--limit", 96)
         code, prose = (bodies(site.model, kind, size.prompts) for kind in ("code", "prose"))
+        if site.first:
+            run_json("--db", database, "tune", "--pair", "demo", *site.first)
         circle = Circle(database, site, serving.Clients(site.url, code, CLIENTS), size.give_up_s)
         with circle.clients.sending():
             run_through(circle, database, tuning, prose, size)
@@ -167,24 +181,27 @@ def measure(quick: bool, of: Callable[[Path], AbstractContextManager[Site]]) -> 
         (in_force,) = store.in_force()
         best = run_json("--db", database, "tune", *tuning, "--since", about, "--no-publish")
         replay = ("--db", database, "simulate", "--recording", best["recording"], *site.simulated)
+        # A search alone names what it found otherwise.
+        found = best.get("winner") or {key: best[key] for key in ("policy", "label")}
         speeds = [
-            _tokens_per_s(run_json(*replay, "--policy", policy))
-            for policy in (in_force.policy.id, best["winner"]["id"])
+            _tokens_per_s(run_json(*replay, "--policy", json.dumps(policy)))
+            for policy in (in_force.policy.document, found["policy"])
         ]
         alarms = [alarm.to_json() for alarm in store.alarms(site.deployment)]
         rollouts = store.rollouts(site.deployment)
-    share, early = speeds[0] / speeds[1], [a for a in alarms if a["at"] < circle.turned.isoformat()]
+    share = speeds[0] / speeds[1]
+    early = [a for a in alarms if a["at"] < circle.turned.isoformat()]
     delay_s = {k: circle.moments[k] - circle.moments[TURN] for k in (ALARM, DECIDED, TUNED, ENDED)}
-    told = [f"{r.policy.label} {r.verdict}" for r in reversed(rollouts)] or ["none was begun"]
+    told = ", ".join(f"{r.policy.label} {r.verdict}" for r in reversed(rollouts))
+    came = f"rolled out after {delay_s[ENDED]:.0f} s ({told})" if told else "nothing rolled out"
     cost = circle.tokens_per_s(DECIDED, TUNED) / circle.tokens_per_s(WATCHED, TURN)
     failed = [a.problem for a in circle.clients.answers if a.status not in (200, 429)]
     return {
         "summary": f"{len(early)} alarms in {circle.answered(TURN)} requests of code; prose is "
         f"seen after {delay_s[ALARM]:.0f} s ({circle.answered(ALARM) - circle.answered(TURN)} "
-        f"requests), tuned for after {delay_s[TUNED]:.0f} s, and rolled out "
-        f"after {delay_s[ENDED]:.0f} s ({', '.join(told)}); in force is then "
+        f"requests), tuned for after {delay_s[TUNED]:.0f} s, {came}; in force is then "
         f"{in_force.policy.label}, by replay {share:.3f} times as fast there as "
-        f"{best['winner']['label']}, which a tuning at rest finds; beside a tuning the traffic "
+        f"{found['label']}, which a tuning at rest finds; beside a tuning the traffic "
         f"gets {cost:.2f} of its tokens/s; {len(failed)} requests failed",
         "holds": not early and not failed and share >= WITHIN,
         "share": share,
@@ -193,14 +210,14 @@ def measure(quick: bool, of: Callable[[Path], AbstractContextManager[Site]]) -> 
         "alarms": alarms,
         "rollouts": [r.to_json() for r in rollouts],
         "in_force": in_force.policy.document,
-        "best": best["winner"],
+        "best": found,
         "failed": failed[:5],
     }
 
 
 def _tokens_per_s(simulated: Mapping[str, Any]) -> float:
     """Of what `simulate` says of a policy, alone or under one load."""
-    (figures,) = simulated["loads"].values() if "loads" in simulated else [simulated]
+    (figures,) = simulated.get("loads", [simulated])
     return float(figures["tokens_per_s"])
 
 
@@ -219,7 +236,7 @@ def run_through(
     run_json(
         "--db", database, "schedule", "add", "keep", "--cron", "@yearly", *tuning, *recent, *rollout
     )
-    with control(database):
+    with control(database, *circle.site.control):
         circle.note(WATCHED)
         time.sleep(size.stationary_s)
         circle.turn(prose)
