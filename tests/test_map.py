@@ -83,6 +83,22 @@ def test_one_client_takes_the_rounds_of_a_replay(halves: Any, draft: str) -> Non
     assert counts[0] == replay.total.rounds + len(order)  # a step reads a prompt
 
 
+def test_one_client_takes_the_rounds_of_a_tree_s_replay(
+    halves: Any, drafted: dict[str, Any]
+) -> None:
+    (tree, *_), of_head = the_map.trees_of("head", 0.0), drafted["head"]
+    assert the_map.mechanism(tree) == "tree"
+    order = range(len(halves.trace.trajectories))
+    rounds, verified, passes, further, decoding = the_map.tree_steps_of(
+        halves.trace, tree, 1, order
+    )
+    names = [one.policy.label() for one in of_head.tried]
+    counts = of_head.counts[names.index(tree.label()), :, :4].sum(0)
+    assert decoding == counts[0] == rounds - len(order)
+    assert (verified, passes) == pytest.approx((counts[1], counts[2]))
+    assert further == pytest.approx(counts[3], rel=0.05)  # but for the ends of texts
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_have_the_weights_of_published_models(name: str) -> None:
     shape = costs.shape_of(name)
@@ -115,7 +131,8 @@ def test_pages_show_what_was_measured() -> None:
     figures = json.loads((ROOT / "bench" / "results" / "map.json").read_text())
     text = (ROOT / "docs" / "map.md").read_text()
     assert report.between(text, "map", page.page(figures)) == text
-    assert page.figure(figures) == (ROOT / "docs" / "map.svg").read_text()
+    for file, figure in page.figures_of(figures).items():
+        assert figure == (ROOT / file).read_text()
     assert len(figures["cells"]) >= 500
     assert len(text.split()) <= 700
     assert sum(row["inside"] for row in figures["executed"]["rows"]) >= 4

@@ -337,7 +337,7 @@ def test_the_simulators_page_begins_with_how_far_it_was_off() -> None:
     assert f"{sum(e > 0 for e in errors)} of {len(errors)} policies were predicted too fast" in said
     for t in report.real_page.by_lookup():
         assert f"{t['check']['speedup']:.2f}" in said
-        assert f"{t['confirmed']['ratio']:.2f}" in said
+        assert not t["confirmed"] or f"{t['confirmed']['ratio']:.2f}" in said
 
 
 def test_what_arrives_at_a_rate_is_no_prediction_under_load() -> None:

@@ -97,7 +97,7 @@ def database(options: argparse.Namespace, path: str, temperature: float) -> Path
 def tuned(options: argparse.Namespace, path: str, temperature: float) -> Figures:
     """What `check` says, and what `tune` finds on a database of its own."""
     how = ("--temperature", temperature, "--limit", options.limit, "--max-new-tokens")
-    how = (*how, options.tokens)
+    how = (*how, options.tokens, "--set", "requests.turns=first")
     checked = run_json("check", options.pair, path, "--budget", "20s", *how)
     db = database(options, path, temperature)
     where = ("--pair", options.pair, "--workload", path, "--budget", options.budget)

@@ -10,7 +10,8 @@ window reads them, so a policy is replayed once, and a cell is a sum over stored
 named hardware replay with its profile. In each cell the best policy of every mechanism is chosen on
 the requests of the fit half and compared on the others, with 95% intervals over requests
 (bootstrap). What is counted is decoding; prompts are not. Several requests at a time are served by
-the serving simulator, which has chains alone."""
+the serving simulator, chains by vLLM's rules of a step; a head's trees, which no engine changes
+under load, by our decoder's."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ from pairs import fixed, top_k
 from bench.harness import say, state_folder
 from bench.lab import CATEGORIES, Halves, halves
 from bench.map.costs import Floats, beside_passes, flat, grid_profile, named, price
+from bench.papers.evidence import ACCEPTED, ROUNDS
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Load
 from spectune.optimizer.fit.for_tuning import fit_drafts
+from spectune.optimizer.replay.batches import Seating, serve_decoder
 from spectune.optimizer.replay.fast_replay import run_replay
 from spectune.optimizer.replay.replay_trace import Replay, ReplayTrace
 from spectune.optimizer.replay.serving import serve
@@ -57,8 +60,8 @@ SHARE = 4
 """Shortlists keep one in so many tokens, about DynaSpec's 22%."""
 LISTED = ["head"]
 """Drafts whose shortlists are recorded, at temperature 0: that takes longer than all else."""
-SHORTLISTED = ((2, 8), (4, 24), (6, 60))
-"""Levels and nodes of trees, 8 wide, under shortlists."""
+SIZES = ((2, 8), (4, 24), (6, 60))
+"""Levels and nodes of trees, 8 wide, under shortlists and under load."""
 ADAPTIVE: tuple[dict[str, Any], ...] = (
     {"kind": "fsm", "gamma_max": 8},
     {"kind": "cache_fsm", "gamma_max": 8},
@@ -152,7 +155,7 @@ def policies_of(draft: str, limits: DraftLimits, longest: int) -> list[Policy]:
         {"shortlist": {"kind": kind, "artifact": a, **size}}
         for kind, size in kinds.items() for a in limits.fits.get(kind, ())
     ]  # fmt: skip
-    listed = [{**top_k(draft, 8, d, n), **one} for one in lists for d, n in SHORTLISTED]
+    listed = [{**top_k(draft, 8, d, n), **one} for one in lists for d, n in SIZES]
     adaptive = {"window": ADAPTIVE[3]}
     both = [{**d, **adaptive} for d in (*bins[::4], *classifiers[1::3], *listed[::3])]
     both += [
@@ -350,12 +353,39 @@ def steps_of(
 FREE = StepCosts(*[Surface(np.zeros(1), np.zeros(1), np.zeros((1, 1)))] * 5)
 
 
+def trees_of(draft: str, temperature: float) -> list[Policy]:
+    """The trees that are served: EAGLE-2's, and above temperature 0 those of the coupled score."""
+    scores: list[dict[str, Any]] = [{"score": "probability"}]
+    scores += [{"score": "coupled", "sharpness": 1.5}] if temperature else []
+    return [parse_policy(ranked(draft, 8, *size, **score)) for score in scores for size in SIZES]
+
+
+def tree_steps_of(trace: ReplayTrace, tree: Policy, batch: int, order: Sequence[int]) -> Floats:
+    """:func:`steps_of` of a tree, [5]: its last count are the steps that decode, each of which
+    takes what a tree takes beside its passes. A level is a pass over all nodes that it expands, the
+    first one over what was accepted, too, which a head reads again; a request is as much longer as
+    in vLLM, where a step reads its prompt."""
+    load, count = Load(clients=batch), max(len(order), 3 * batch)
+    plan = prepare(tree, [tree.draft])
+    served = serve_decoder(trace.select(order), plan, load, Seating(batch), None, count=count)
+    size, rows, _, _, passes = served.steps.T.astype(np.float64)
+    width = getattr(tree.growth, "width", 1)
+    expanded = size + np.maximum(0, passes - 1) * size * width
+    rounds, accepted, _ = served.counts.sum(0).astype(np.float64)
+    again = accepted * (1 - count / rounds)  # not after a text's last round
+    further, steps = (expanded - passes).sum() + again, len(size)
+    verified = np.maximum(0, rows - 1).sum()
+    return np.array([steps + count / batch, verified, passes.sum(), further, steps])
+
+
 @dataclass(frozen=True)
 class Served:
-    """Chains of a draft under a load, on the fit half [gammas, n] and on draws of the other
-    [draws, gammas, n]: of n = 4 counts (:func:`steps_of`), or of n = 1, seconds."""
+    """Chains of a draft under a load, then its ``trees``, on the fit half [policies, n] and on
+    draws of the other [draws, policies, n]: of n = 5 counts (:func:`tree_steps_of`), or of n = 1,
+    seconds."""
 
     draft: str
+    trees: Sequence[Policy]
     fit: Floats
     draws: Floats
 
@@ -368,6 +398,7 @@ class Served:
         batch: int,
         requests: set[int],
         profile: LatencyProfile | None = None,
+        trees: Sequence[Policy] = (),
     ) -> Served:
         rng = np.random.default_rng(0)
         fit, test = ([i for i in half if i in requests] for half in (h.fit, h.test))
@@ -380,30 +411,45 @@ class Served:
                 steps_of(trace, draft, g, batch, order, c)
                 for g, c in zip(GAMMAS, costs, strict=True)
             ]
-            return [np.array([s]) if profile else counts for counts, s in each]
+            if profile is not None:
+                return [np.array([s]) for _, s in each]
+            grown = [tree_steps_of(h.trace, tree, batch, order) for tree in trees]
+            return [*(np.append(counts, 0.0) for counts, _ in each), *grown]
 
         orders = [rng.choice(test, len(test)) for _ in range(RESERVED)]
-        return cls(draft, np.array(serve_all(fit)), np.array([serve_all(o) for o in orders]))
+        draws = np.array([serve_all(order) for order in orders])
+        return cls(draft, trees, np.array(serve_all(fit)), draws)
 
     def cell(self, prices: Floats) -> dict[str, Any]:
-        """The best window on the fit half, and how much faster it is than nothing on draws of the
-        other (the median: when the last requests end depends on their order); ``loaded``, of the
-        grid: what a draft that is loaded and proposes nothing leaves of that speed, if it reads
-        every step's tokens."""
-        best = int(np.argmin(self.fit @ prices))
-        drawn = (self.draws[:, 0] @ prices) / (self.draws[:, best] @ prices)
-        speed = np.quantile(drawn, (0.5, 0.025, 0.975)).round(4).tolist()
-        pays, cell = speed[1] > 1, {}
+        """The best window on the fit half, or tree where it is faster than that beyond noise, and
+        how much faster it is than nothing on draws of the other (the median: when the last requests
+        end depends on their order); ``loaded``, of the grid: what a draft that is loaded and
+        proposes nothing leaves of that speed, if it reads every step's tokens."""
+        seconds, drawn = self.fit @ prices, self.draws @ prices
+        best = int(np.argmin(seconds[: len(GAMMAS)]))
+        policy = f"{self.draft} fixed(gamma={GAMMAS[best]})"
+
+        def over(one: int, other: int) -> list[float]:
+            ratios = np.quantile(drawn[:, other] / drawn[:, one], (0.5, 0.025, 0.975))
+            return [round(float(x), 4) for x in ratios]
+
+        speed, verdict, cell = over(best, 0), "chain", dict[str, Any]()
+        if self.trees:
+            place = int(np.argmin(seconds[len(GAMMAS) :]))
+            tree, n = self.trees[place], len(GAMMAS) + place
+            cell = {"tree": tree.label(), "tree_over_chain": over(n, best)}
+            if cell["tree_over_chain"][1] > 1:
+                policy, speed, verdict = tree.label(), over(n, 0), mechanism(tree)
+        pays = speed[1] > 1
         if len(prices) > 1:
             steps, further = self.fit[0, :2]
-            reading = np.array([0.0, 0.0, steps, further]) @ prices
+            reading = np.array([0.0, 0.0, steps, further, 0.0]) @ prices
             none = float(self.fit[0] @ prices)
-            cell = {"loaded": round(none / (none + float(reading)), 4)}
-        policy = f"{self.draft} fixed(gamma={GAMMAS[best]})"
+            cell["loaded"] = round(none / (none + float(reading)), 4)
         return {
             "policy": policy,
             "best": policy if pays else "autoregressive",
-            "verdict": "chain" if pays else "nothing",
+            "verdict": verdict if pays else "nothing",
             "speed": speed if pays else [1.0, 1.0, 1.0],
             **cell,
         }
@@ -423,6 +469,7 @@ def recording(state: Path, temperature: float, quick: bool, **options: Any) -> H
 def replayed(quick: bool) -> dict[str, Any]:
     """All cells."""
     began, state = time.process_time(), state_folder(quick)
+    tree_s = beside_passes(trees_of("head", 0.0)[0])
     cells: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
     left_out: dict[str, int] = {}
@@ -440,7 +487,7 @@ def replayed(quick: bool) -> dict[str, Any]:
             say(f"temperature {temperature:g}, {draft}")
             drafted = Drafted.of(h, draft, limits.get(draft, DraftLimits()), sampled)
             about = {"temperature": temperature, "draft": draft}
-            first.append({**about, "share": first_token(h, draft)})
+            first.append({**about, "share": first_token(h, draft, groups)})
             left_out[f"{draft}, temperature {temperature:g}"] = drafted.left_out
             costs = [(0.0, s) for s in SLOPES] if draft == "ngram" else [
                 (c, s) for c in DRAFT_COSTS for s in SLOPES
@@ -461,12 +508,14 @@ def replayed(quick: bool) -> dict[str, Any]:
             trace = chains
             if sampled is not None and draft in sampled.trace.panoramas:
                 trace = sampled.trace
+            grown = trees_of(draft, temperature) if draft == "head" else []
             for batch in BATCHES:
                 for category, requests in groups.items():
-                    served = Served.of(h, trace, draft, batch, requests)
+                    trees = grown if category == "all" else ()
+                    served = Served.of(h, trace, draft, batch, requests, trees=trees)
                     for c, s in costs:
                         key = {**about, "draft_cost": c, "slope": s, "batch": batch}
-                        prices = np.array([1.0, s, c, c * s])
+                        prices = np.array([1.0, s, c, c * s, tree_s])
                         cells.append({**key, "category": category, **served.cell(prices)})
                 for one in of_hardware:
                     if "step" in one.profile.terms:
@@ -478,10 +527,12 @@ def replayed(quick: bool) -> dict[str, Any]:
     return {**about, "core_seconds": core_s, "cells": cells}
 
 
-def first_token(h: Halves, draft: str) -> float:
-    """How often a draft's first token is accepted, where a round proposes one."""
-    replay = run_replay(h.trace, parse_policy({"draft": draft, "window": fixed(1)}))
-    return round(replay.total.accepted_tokens / replay.total.rounds, 4)
+def first_token(h: Halves, draft: str, groups: dict[str, set[int]]) -> dict[str, float]:
+    """How often a draft's first token is accepted, where a round proposes one, by category."""
+    counts = run_replay(h.trace, parse_policy({"draft": draft, "window": fixed(1)})).counts
+    order = h.trace.order.tolist()
+    sums = {name: counts[[i in of for i in order]].sum(0) for name, of in groups.items()}
+    return {name: round(float(of[ACCEPTED] / of[ROUNDS]), 4) for name, of in sums.items()}
 
 
 def store(file: Path, part: str, figures: dict[str, Any], made: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from bench.labels import short
@@ -28,9 +28,10 @@ NAMES = {
 ABOUT = (
     "Speed over no speculation, and by what: K tokens, or a tree's width x depth and N nodes.",
     "Up: what a further token costs in the target's pass; right: what a pass of the draft costs;",
-    "both in rounds without a draft. Several requests: chains only. Circles: named costs, below.",
+    "both in rounds without a draft.",
+    "Several requests: chains, and of the head trees. Circles: named costs, below.",
 )
-WIDTH, HEIGHT, LEFT, TOP, GAP = 54, 30, 46, 66, 22
+WIDTH, HEIGHT, LEFT, TOP, GAP = 54, 30, 46, 80, 22
 """Of a cell, of the margins, and between panels, in pixels."""
 COLOURED = re.compile(r"\b(tree|coupled|bins( \d+)?|(position )?frequency \S+|clusters \S+) ?")
 LETTERS = 12
@@ -63,18 +64,51 @@ def between(value: float, ticks: Sequence[float]) -> float:
     return n + max(0.0, share)
 
 
-def figure(figures: dict[str, Any], draft: str = "head") -> str:
-    """The map of a draft over all categories as SVG: a panel for each temperature and batch, a
-    square for each draft cost and slope, coloured by what pays and with the speed over none."""
-    cells, hardware = figures["cells"], figures["replay"]["hardware"]
-    grid = [c for c in cells if c["draft"] == draft and c["category"] == "all" and "slope" in c]
-    axes = (
-        sorted({c[key] for c in grid}) for key in ("draft_cost", "slope", "batch", "temperature")
+class Row(NamedTuple):
+    """Panels side by side, one for each number of requests: a draft, a kind of text, a temperature,
+    and what they are called."""
+
+    draft: str
+    category: str
+    temperature: float
+    name: str
+
+
+def of_head(figures: dict[str, Any]) -> list[Row]:
+    """An EAGLE-like head on all texts, a row for each temperature."""
+    temperatures = sorted({c["temperature"] for c in figures["cells"]})
+    return [Row("head", "all", t, f"temperature {t:g}") for t in temperatures]
+
+
+def by_acceptance(figures: dict[str, Any]) -> list[Row]:
+    """The pairs of a draft and a kind of text whose first tokens are accepted least often, about as
+    often as the others', and most often, greedy."""
+    pairs = sorted(
+        (share, first["draft"], category)
+        for first in figures["replay"]["first_token"]
+        for category, share in first["share"].items()
+        if first["draft"] != "ngram" and first["temperature"] == 0 and category != "all"
     )
-    costs, slopes, batches, temperatures = axes
+    return [
+        Row(draft, category, 0.0, f"{draft}, {category}, {share:.0%}")
+        for share, draft, category in (pairs[0], pairs[len(pairs) // 2], pairs[-1])
+    ]
+
+
+def figure(figures: dict[str, Any], shown: Sequence[Row], marked: bool = False) -> str:
+    """The map as SVG: of each row a panel for each number of requests, a square for each draft cost
+    and slope, coloured by what pays and with the speed over none; ``marked``: with circles where
+    known hardware is."""
+    cells, hardware = figures["cells"], figures["replay"]["hardware"]
+    grid = [c for c in cells if "slope" in c]
+    draft = shown[0].draft
+    costs, slopes, batches = (
+        sorted({c[key] for c in grid if c["draft"] == draft})
+        for key in ("draft_cost", "slope", "batch")
+    )
     wide, high = len(costs) * WIDTH, len(slopes) * HEIGHT
     across = LEFT + len(batches) * (wide + GAP)
-    legend = TOP + len(temperatures) * (high + GAP + 20)
+    legend = TOP + len(shown) * (high + GAP + 20)
     parts: list[str] = []
 
     def text(
@@ -85,38 +119,41 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
             f"{escape(words)}</text>"
         )
 
-    for y, line in zip((14, 27, 40), ABOUT, strict=True):
+    for y, line in zip((14, 27, 40, 53), ABOUT if marked else ABOUT[:-1], strict=False):
         text(LEFT, y, line, "start")
-    for c in grid:
-        x = LEFT + batches.index(c["batch"]) * (wide + GAP) + costs.index(c["draft_cost"]) * WIDTH
-        row = len(slopes) - 1 - slopes.index(c["slope"])
-        y = TOP + temperatures.index(c["temperature"]) * (high + GAP + 20) + row * HEIGHT
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" '
-            f'fill="{COLOURS[c["verdict"]]}" stroke="white"/>'
-        )
-        text(x + WIDTH / 2, y + 13, f"{c['speed'][0]:.1f}")
-        name = tiny(c["best"])
-        squeezed = f' textLength="{WIDTH - 4}" lengthAdjust="spacingAndGlyphs"'
-        text(x + WIDTH / 2, y + 24, name, size=8, more=squeezed * (len(name) > LETTERS))
-    for i, temperature in enumerate(temperatures):
-        y = TOP + i * (high + GAP + 20)
+    used = set()
+    for i, row in enumerate(shown):
+        top = TOP + i * (high + GAP + 20)
         for j, batch in enumerate(batches):
             x = LEFT + j * (wide + GAP)
-            title = f"temperature {temperature:g}, {batch} request{'s' * (batch > 1)}"
-            text(x + wide / 2, y - 6, title, size=12)
+            title = f"{row.name}: {batch} request{'s' * (batch > 1)}"
+            text(x + wide / 2, top - 6, title, size=12)
             for k, cost in enumerate(costs):
-                text(x + (k + 0.5) * WIDTH, y + high + 13, percent(cost))
+                text(x + (k + 0.5) * WIDTH, top + high + 13, percent(cost))
         for k, slope in enumerate(reversed(slopes)):
-            text(LEFT - 6, y + k * HEIGHT + HEIGHT / 2 + 4, percent(slope), "end")
-    shown = [name for name in COLOURS if any(c["verdict"] == name for c in grid)]
-    for n, name in enumerate(shown):
+            text(LEFT - 6, top + k * HEIGHT + HEIGHT / 2 + 4, percent(slope), "end")
+        key = dict(zip(("draft", "category", "temperature"), row[:3], strict=True))
+        for c in (c for c in grid if key.items() <= c.items()):
+            x = LEFT + batches.index(c["batch"]) * (wide + GAP)
+            x += costs.index(c["draft_cost"]) * WIDTH
+            y = top + (len(slopes) - 1 - slopes.index(c["slope"])) * HEIGHT
+            used.add(c["verdict"])
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" '
+                f'fill="{COLOURS[c["verdict"]]}" stroke="white"/>'
+            )
+            text(x + WIDTH / 2, y + 13, f"{c['speed'][0]:.1f}")
+            name = tiny(c["best"])
+            squeezed = f' textLength="{WIDTH - 4}" lengthAdjust="spacingAndGlyphs"'
+            text(x + WIDTH / 2, y + 24, name, size=8, more=squeezed * (len(name) > LETTERS))
+    named = [name for name in COLOURS if name in used]
+    for n, name in enumerate(named):
         x, y = LEFT + n % 4 * 155, legend + n // 4 * 18
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[name]}"/>')
         text(x + 17, y, NAMES[name], "start")
-    bottom = legend + (len(shown) + 3) // 4 * 18
+    bottom = legend + (len(named) + 3) // 4 * 18
     places = {name: about["place"][draft] for name, about in hardware.items()
-              if draft in about["place"]}  # fmt: skip
+              if marked and draft in about["place"]}  # fmt: skip
     marks = list[tuple[float, float]]()
     for n, (name, (cost, slope)) in enumerate(places.items(), 1):
         x = LEFT + (between(cost, costs) + 0.5) * WIDTH
@@ -124,7 +161,7 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
         while any(abs(x - a) < 11 and abs(y - b) < 11 for a, b in marks):
             x += 11
         marks.append((x, y))
-        for i in range(len(temperatures)):
+        for i in range(len(shown)):
             at = y + i * (high + GAP + 20)
             parts.append(f'<circle cx="{x:g}" cy="{at:g}" r="5" fill="white" stroke="black"/>')
             text(x, at + 3, str(n), size=8)
@@ -137,6 +174,14 @@ def figure(figures: dict[str, Any], draft: str = "head") -> str:
         + "\n".join(parts)
         + "\n</svg>\n"
     )
+
+
+def figures_of(figures: dict[str, Any]) -> dict[str, str]:
+    """The two figures of docs/map.md, by file."""
+    return {
+        "docs/map.svg": figure(figures, of_head(figures), marked=True),
+        "docs/map-acceptance.svg": figure(figures, by_acceptance(figures)),
+    }
 
 
 def page(figures: dict[str, Any]) -> list[str]:
@@ -172,9 +217,12 @@ def page(figures: dict[str, Any]) -> list[str]:
         slopes = Counter(c["slope"] for c in of)
         pays = Counter(c["slope"] for c in of if c["verdict"] != "nothing")
         most = max((slope for slope in pays if 2 * pays[slope] > slopes[slope]), default=0.0)
+        grown = [c for c in of if "tree" in c]
+        beaten = [c for c in grown if c["verdict"] in ("tree", "own score")]
         lines.append(
-            f"- {batch} requests at once: a chain pays in {pays.total()} of {len(of)} cells, in "
-            f"most up to a slope of {percent(most)}"
+            f"- {batch} at once: speculation pays in {pays.total()} of {len(of)} cells, in most up "
+            f"to a slope of {percent(most)}; trees, of a head, in {len(beaten)} of {len(grown)}"
+            f"{_at_most(beaten)}"
         )
     loaded = _spread([c["loaded"] for c in several])
     lines.append(
@@ -189,6 +237,11 @@ def page(figures: dict[str, Any]) -> list[str]:
         f"- executed on GPUs: {inside} of {len(executed)} policies inside their intervals, {below} "
         "slower than predicted",
     ]
+
+
+def _at_most(cells: Sequence[Cell]) -> str:
+    """The greatest slope among cells."""
+    return f", up to {percent(max(c['slope'] for c in cells))}" if cells else ""
 
 
 def wins(figures: dict[str, Any], verdict: str) -> str:

@@ -230,16 +230,19 @@ def speedup(
     profile: LatencyProfile,
     why: str = "",
     places: Sequence[int] | None = None,
+    warm: Sequence[int] = (),
 ) -> Document:
     """A row of the speed of one policy over another's, which says what of it is tau, and what a
-    round's drafting and verification take more, in percent of the other's round."""
+    round's drafting and verification take more, in percent of the other's round. Requests ``warm``
+    go before those that count."""
+    places, skip = [*warm, *(h.test if places is None else places)], len(warm)
     one, other = (replayed(h, p, profile, places=places, per_round=True) for p in (new, base))
-    (tau, round_s), (base_tau, base_round_s) = map(_tau_and_round, (one, other))
+    (tau, round_s), (base_tau, base_round_s) = (_tau_and_round(r, skip) for r in (one, other))
     draft, verify, total = 100 * (round_s - base_round_s) / base_round_s[2]
     parts = f"drafting {draft:+.1f}, verifying {verify:+.1f}"
     cause = f"tau {100 * (tau / base_tau - 1):+.1f}%, a round's time {total:+.1f}% ({parts})"
     cause = f"{why}; {cause}" if why else cause
-    return row(claim, cell, over(other.seconds, one.seconds), cause)
+    return row(claim, cell, over(other.seconds[skip:], one.seconds[skip:]), cause)
 
 
 def speedup_from(
@@ -270,11 +273,13 @@ def speedup_from(
     return row(claim, cell, over(seconds[1][there], new), why)
 
 
-def _tau_and_round(replay: Replay) -> tuple[float, npt.NDArray[np.float64]]:
-    """Tokens a round, and a round's mean seconds: drafting, verification, all."""
+def _tau_and_round(replay: Replay, skip: int) -> tuple[float, npt.NDArray[np.float64]]:
+    """Tokens a round, and a round's mean seconds (drafting, verification, all), but for the first
+    requests."""
+    assert replay.rounds is not None
     assert replay.round_s is not None
-    rounds, emitted = replay.counts[:, [ROUNDS, EMITTED]].sum(0)
-    return float(emitted / rounds), replay.round_s.mean(0)
+    rounds, emitted = replay.counts[skip:, [ROUNDS, EMITTED]].sum(0)
+    return float(emitted / rounds), replay.round_s[replay.rounds[:, 0] >= skip].mean(0)
 
 
 def best(h: Halves, policies: Iterable[Policy | Document], profile: LatencyProfile) -> Policy:

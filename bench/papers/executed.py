@@ -8,8 +8,14 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 from pairs import chain
 
 from bench.lab import Halves, compare
@@ -18,6 +24,7 @@ from bench.papers.evidence import (
     cells,
     costs,
     executed,
+    over,
     recorded,
     replayed,
     row,
@@ -37,10 +44,15 @@ from bench.papers.replayed import (
     whole_space,
 )
 from bench.papers.shortlists import fit
-from spectune.optimizer.execute import encode_recorded
+from spectune.optimizer.execute import Encoded, encode_recorded, run
 from spectune.optimizer.fit.recorded_trees import tree_source
 from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loop import StaticSource
+from spectune.runtime.policies.document import parse_policy
+from spectune.runtime.policies.plan import Plan
+from spectune.runtime.shortlists import Shortlists, Support
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,7 +97,33 @@ def dynaspec(quick: bool) -> list[Document]:
     for name, shortlist in shortlists.items():
         both = (h, plain | {"shortlist": shortlist}), (h, plain)
         rows.append(executed(f"{draft}, {name}, cpu", *both, quick))
-    return rows
+    tree = eagle(draft, depth=DEPTH) | {"shortlist": shortlists["DynaSpec"]}
+    places = h.test[: 3 if quick else 60]
+    plan = prepare_for(h.pair, parse_policy(tree), profile=None, artifacts=h.find)
+    encoded = encode_recorded(h.pair, [h.trace.trajectories[i] for i in places])
+    own = _rounds(h, plan, encoded)
+    with of_the_beam():
+        united = _rounds(h, plan, encoded)
+    why = f"{fits.clusters} clusters a node, {len(places)} requests decoded"
+    return [*rows, row("union", f"{draft}, EAGLE-2's tree", over(own, united), why)]
+
+
+def _rounds(h: Halves, plan: Plan, encoded: Encoded) -> npt.NDArray[np.int64]:
+    """Rounds of each request."""
+    decoded = run(h.pair, StaticSource(plan), encoded)
+    return np.array([len(each.steps) for each in decoded])
+
+
+@contextmanager
+def of_the_beam() -> Iterator[None]:
+    """Every node of a level proposes from the union of the level's clusters, as in DynaSpec."""
+    select = Shortlists.select
+
+    def united(self: Shortlists, *given: Any) -> Support:
+        return replace(select(self, *given), inside=None)
+
+    with patch.object(Shortlists, "select", united):
+        yield
 
 
 def on_the_fly(quick: bool) -> list[Document]:

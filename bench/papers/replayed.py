@@ -227,8 +227,9 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
     return rows
 
 
-ADAEDL = (0.0, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.9, 0.99)
-"""Thresholds of AdaEDL's stop, from one that never stops: its best is to lie inside."""
+ADAEDL = (0.0, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 0.9, 0.99, 0.999, 1.0)
+"""Thresholds of AdaEDL's stop, all that there are: from one that never stops to one that always
+does."""
 
 
 def over_adaedl(
@@ -239,8 +240,8 @@ def over_adaedl(
     policies = [parse_policy(eagle(draft, depth=depth, stop=stop)) for stop in stops]
     stopped = best(h, policies, profile)
     place = policies.index(stopped)
-    edge = ", the edge of its grid" if place == len(ADAEDL) - 1 else ""
-    why = f"the best threshold is {ADAEDL[place]:g}{edge}" if place else "never to stop is best"
+    ends = {0: "never to stop is best", len(ADAEDL) - 1: "to stop after one level is best"}
+    why = ends.get(place, f"the best threshold is {ADAEDL[place]:g}")
     cell = f"{draft}, {name}"
     return [
         speedup("adaedl", cell, h, new, stopped, profile, why),
@@ -327,6 +328,15 @@ def c2t(quick: bool, temperature: float = 0.0) -> list[Document]:
     return rows
 
 
+class WithoutLog(Examples):
+    """Nodes by the paper's three features alone: the logarithm, which is ours, tells nothing."""
+
+    def features(self) -> np.ndarray:
+        features = super().features()
+        features[:, 1] = 0.0
+        return features
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Nodes of EAGLE-2's trees of unseen requests, and how well classifiers tell the accepted ones,
@@ -401,10 +411,14 @@ def _c2t_ablations(h: Halves, draft: str, fits: dict[str, str]) -> list[Document
         if other != draft
     ]
     examples = classifier_examples(source.trees, EAGLE_WIDTH, DEEPEST, count=STARTS_OF_C2T)
-    constant = np.ones_like(examples.depth)
+    weights = train(WithoutLog(*vars(examples).values()))
+    weights.w1[:, 1] = 0.0  # a constant input, of 0 as it moves no bias, is not trained
+    artifact = _kept(source, weights)
+    rows.append(ablated("three", "", artifact, alike(artifact)))
+    constant = np.zeros_like(examples.depth)
     for name, column in (("entropy_code", 2), ("depth", 3)):
         weights = train(replace(examples, **{name: constant}))
-        weights.w1[:, column] = 0.0  # a constant input is not trained
+        weights.w1[:, column] = 0.0
         artifact = _kept(source, weights)
         rows.append(ablated("two", f", without {name}", artifact, alike(artifact)))
     for hidden in (2, 12):
@@ -440,6 +454,8 @@ def _kept(source: TreeSource, weights: ClassifierWeights) -> str:
 
 LONG, BEGINNING = 256, 48
 """Tokens of a text, and of its beginning, in which windows know little yet."""
+WARM_UPS = 25
+"""Requests before those that count, from which method 4 learns (appendix D.1)."""
 
 
 def analytic(draft: str, gamma_max: int = 8, history: int = 6) -> Document:
@@ -474,7 +490,11 @@ def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
                 rows.append(speedup_from(f"window{at}", *where, constant, profile, begin, end))
                 rows.append(speedup_from("tuned", *where, both, profile, begin, end))
             other = best(h, others, profile)
-            rows.append(speedup("methods", cell, h, new, other, profile, other.window.kind))
+            both, warm = (new, other), h.fit[:WARM_UPS]
+            why = other.window.kind
+            rows.append(speedup("methods", cell, h, *both, profile, why, warm=warm))
+            cell, learned = f"{cell}, q_learning", others[-1]
+            rows.append(speedup("methods", cell, h, new, learned, profile, warm=warm))
     if temperature:
         return rows
     h = recorded(0.0, quick)

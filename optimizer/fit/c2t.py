@@ -60,7 +60,7 @@ class Examples:
 
     def take(self, rows: npt.NDArray[Any]) -> Examples:
         """These rows (numbers or a mask)."""
-        return Examples(*(column[rows] for column in vars(self).values()))
+        return type(self)(*(column[rows] for column in vars(self).values()))
 
     def features(self) -> npt.NDArray[np.float64]:
         """Raw features float64 [n, 4]: joint probability, its logarithm, entropy in nats, depth."""
