@@ -110,6 +110,8 @@ def test_what_the_draft_proposes_is_read_by_the_pair(door: Door, tmp_path: Path)
         assert not store.missing_panoramas(told["recording"], "small", 3)
     again = TUNE.replace("--since 1d", f"--recording {told['recording']} --limit 12")
     assert json.loads(door.call(*again.split(), json=True).stdout)["loads"] == told["loads"]
+    shown = door.call(*again.split(), env={"COLUMNS": "250"}).stdout
+    assert "small, 1 to 2 tokens: not searched, as all that was served drafted 3" in shown
 
 
 def test_a_share_of_texts_is_not_a_share_of_the_load(

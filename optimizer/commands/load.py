@@ -176,6 +176,14 @@ def search_result(search: LoadSearch, talk: Talk, restart: str = "") -> Result:
         lines.append(
             f"{IDLE}: not measured: let the server draft 0 tokens, or {served_by} measures it."
         )
+    for draft, (least, most) in bench.costs.passes.items():
+        if draft and least > 1:
+            fewer = "1 token" if least == 2 else f"1 to {least - 1} tokens"
+            lines.append(
+                f"{draft}, {fewer}: not searched, as all that was served drafted {least}"
+                + (f" to {most}" if most > least else "")
+                + f": `tune --url` notes what others cost, or {served_by} measures it."
+            )
     table = Table(rows, title=f"best constant by load on {bench.info.engine} (predicted)")
     return Result("\n".join(lines), search.to_json(), rows, [table])
 
