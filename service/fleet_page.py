@@ -11,7 +11,7 @@ from spectune.optimizer.commands.results import Table, cell, headers
 from spectune.optimizer.report import charts
 from spectune.optimizer.report.page import Panel, rendered
 from spectune.optimizer.report.words import PolicyTable, counted
-from spectune.optimizer.tuning.tuned import proof_of
+from spectune.optimizer.tuning.tuned import proof_in_words, proof_of
 from spectune.service.board import WINDOW, Figures
 
 REFRESH_S: Final = 30
@@ -47,7 +47,11 @@ def fleet_page(figures: Figures, database: str) -> str:
 def _sections(figures: Figures) -> Iterator[tuple[str, list[Panel]]]:
     yield "Fleet", list(_fleet(figures))
     published = [
-        {**row, "servers": row["told"], "gained": _gained(row["evidence"])}
+        {
+            **row,
+            "servers": row["told"],
+            "gained": proof_in_words(proof) if (proof := proof_of(row["evidence"])) else "",
+        }
         for row in figures.publications
     ]
     columns = (*PUBLISHED, "reason", "servers")
@@ -81,16 +85,6 @@ def _table(name: str, rows: Sequence[Row], columns: Sequence[str], title: str) -
     cells = [[cell(row.get(c), MOMENTS.get(c, c)) for c in names] for row in rows]
     table = PolicyTable(headers(names), cells, words=len(names))
     return [Panel(name, title, table=table, wide=True)]
-
-
-def _gained(evidence: Mapping[str, Any]) -> str:
-    """The gain that a publication was proved by."""
-    proof = proof_of(evidence)
-    if proof is None:
-        return ""
-    ends = [end for end in proof["interval"] or () if end is not None]
-    interval = f" ({ends[0]:.2f} to {ends[1]:.2f})" if len(ends) == 2 else ""
-    return f"{proof['ratio']:.2f} times as fast{interval}"
 
 
 def _rollouts(rollouts: Sequence[Row]) -> Iterator[Panel]:

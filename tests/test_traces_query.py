@@ -513,8 +513,13 @@ def test_the_status_of_a_deployment_is_a_row(store: TraceStore, url: str) -> Non
     assert default["served_since"]["tau"] == pytest.approx(4.0)
     assert (canary["version"], canary["scheduled"][0]["schedule"]) == (None, "nightly")
     shown = door.call("status", env={"COLUMNS": "250"}).stdout
-    assert "1.25 (1.10-1.42)" in shown
+    assert "1.25 (1.10 to 1.42)" in shown
     assert "default: faster" in shown
     assert "nothing is published" in shown
     assert f"nightly {canary['scheduled'][0]['next_at'][:10]} 00:00" in shown
     assert door.json("status --deployment canary")["deployments"] == [canary]
+    looks = [{"pairs": 12, "ratio": 1.1, "interval": [0.9, 1.3]}]
+    looks += [{"pairs": 24, "ratio": 1.28, "interval": [1.09, 1.49]}]
+    how: Any = {"actor": "rollout", "evidence": {"rollout": {"looks": looks}}}
+    at(store, NOW + DAY).publish(PAIR, "cpu", POLICY_ID, **how)
+    assert "1.28 (1.09 to 1.49)" in door.call("status", env={"COLUMNS": "250"}).stdout

@@ -86,15 +86,16 @@ def native(database: Path) -> Iterator[Site]:
 def vllm(database: Path) -> Iterator[Site]:
     load = ("--arrivals", f"clients:{CLIENTS}")
     with live.serving() as server, following(database, server.folder):
-        where, at = ("--engine", "vllm", "--deployment", "vllm", *load), server.folder
-        first = ("--url", server.url, "--folder", at, "--deployment", "vllm", *load)
         prompts = database.with_name("code.jsonl")
         rows = (json.dumps({"prompt": r.prompt}) for r in requests(24, category="code").requests)
         prompts.write_text("\n".join(rows))
-        first += ("--workload", prompts, "--budget", "10s", "--no-publish")
+        there = ("--deployment", "vllm", *load)
+        first = ("--url", server.url, "--folder", server.folder, "--workload", prompts, *there)
+        first += ("--budget", "10s", "--no-publish")
         # vLLM's processes spin between steps, here on all cores: a nice one gets next to none.
         beside = ("--nice", 0)
-        yield Site(server.url, server.model, "vllm", where, load, beside, live.publish, first)
+        tuned = ("--engine", "vllm", *there)
+        yield Site(server.url, server.model, "vllm", tuned, load, beside, live.publish, first)
 
 
 FULL, TINY = Size(30, 120, 30, 96, "60s", 1500), Size(10, 20, 5, 24, "10s", 900)

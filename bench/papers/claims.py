@@ -72,6 +72,7 @@ CLAIMS = {
     "window": Claim("speed over the window gamma 5", "+0.14 to +77.5% (table 1)", 1.0014),
     "window 1": Claim("speed over the window gamma 5", "+2.4 to +9.8% (table 9)", 1.0238),
     "methods": Claim("speed over the best of methods 2 to 4", "the best overall (figure 3)", 1.0),
+    "learned": Claim("speed over method 4, warmed up by 25 requests", "none"),
     "adaptive": Claim("speed over EAGLE-2 of depth 5", "+1.1 to +7.1% (table 10)", 1.0114),
     "choice": Claim("speed over the best single draft", "+0.0 to +8.8 points (table 2)", 1.0),
     "share": Claim("shortlist, of the vocabulary", "22 to 25% (table 1)"),

@@ -490,11 +490,9 @@ def on_the_fly(quick: bool, temperature: float = 0.0) -> list[Document]:
                 rows.append(speedup_from(f"window{at}", *where, constant, profile, begin, end))
                 rows.append(speedup_from("tuned", *where, both, profile, begin, end))
             other = best(h, others, profile)
-            both, warm = (new, other), h.fit[:WARM_UPS]
-            why = other.window.kind
-            rows.append(speedup("methods", cell, h, *both, profile, why, warm=warm))
-            cell, learned = f"{cell}, q_learning", others[-1]
-            rows.append(speedup("methods", cell, h, new, learned, profile, warm=warm))
+            warm, why = h.fit[:WARM_UPS], other.window.kind
+            rows.append(speedup("methods", cell, h, new, other, profile, why, warm=warm))
+            rows.append(speedup("learned", cell, h, new, others[-1], profile, warm=warm))
     if temperature:
         return rows
     h = recorded(0.0, quick)

@@ -15,7 +15,7 @@ from spectune.optimizer.drift.alarm_words import told
 from spectune.optimizer.followed_servers import Servers, answers_in_words, newest_answers
 from spectune.optimizer.rollout.rollout_words import progress_of
 from spectune.optimizer.schedule.store import list_schedules, tuned_deployment
-from spectune.optimizer.tuning.tuned import proof_of
+from spectune.optimizer.tuning.tuned import proof_in_words, proof_of
 from spectune.settings import StatusCommand
 from spectune.traces.errors import ConfigError
 from spectune.traces.store import TraceStore
@@ -128,11 +128,7 @@ def _due(schedules: Iterable[Schedule], deployment: str) -> list[dict[str, Any]]
 def _in_words(row: Mapping[str, Any]) -> dict[str, str]:
     """The columns of the table that are no plain values."""
     proof, served = row["proof"], row["served_since"]
-    gained = "not proved" if row["version"] else ""
-    if proof:
-        ends = [end for end in proof["interval"] or () if end is not None]
-        interval = f" ({ends[0]:.2f}-{ends[1]:.2f})" if len(ends) == 2 else ""
-        gained = f"{proof['ratio']:.2f}{interval}"
+    gained = proof_in_words(proof) if proof else "not proved" if row["version"] else ""
     shown = "no request since" if row["version"] else "nothing is published"
     if served:
         tau = "" if served["tau"] is None else f", tau {served['tau']:.2f}"

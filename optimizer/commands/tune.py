@@ -234,13 +234,13 @@ def _under_load(s: Tune, talk: Talk, *bench: Any, **how: Any) -> PairLoadBench:
 def on_engine(store: TraceStore, s: Tune, talk: Talk, account: Account) -> Iterator[Ready]:
     """What an engine recorded, on servers of its own that are started to execute (``serve``)."""
     spec = pair_of(s) if names_pair(s) and s.typed("pair", "target", "drafts") else None
-    costs = None
     if s.since is None:
         info = recording_meant(s, store, s.recording or "latest", s.engine)
     else:
         of = spec or pair_of(s, store, recording_meant(s, store, "latest", s.engine).id)
         info = _recorded(store, of, s, talk, account, s.engine)
-        costs = costs_of_engine(store, info)
+    costs = costs_of_engine(store, info)
+    if s.since is not None:  # followed traffic has no panoramas
         for draft in sorted(of.drafts.keys() & costs.passes.keys()):
             most = costs.passes[draft][1]
             if store.missing_panoramas(info.id, draft, most):

@@ -345,3 +345,10 @@ def proof_of(evidence: Mapping[str, Any]) -> Mapping[str, Any] | None:
     rollout, or of what a tuning confirmed; None without either."""
     looks = (evidence.get("rollout") or {}).get("looks") or [evidence.get("confirmed") or {}]
     return looks[-1] if "ratio" in looks[-1] else None
+
+
+def proof_in_words(proof: Mapping[str, Any]) -> str:
+    """A proof's ratio, with the ends of its interval where it has both."""
+    ends = [end for end in proof["interval"] or () if end is not None]
+    interval = f" ({ends[0]:.2f} to {ends[1]:.2f})" if len(ends) == 2 else ""
+    return f"{proof['ratio']:.2f}{interval}"
