@@ -42,7 +42,7 @@ def read_key(host: str, file: str | None, option: str) -> str | None:
         return key
     if host != "localhost" and not _is_loopback(host):
         raise ConfigError(
-            f"--host {host}: whoever reaches it could send requests; name a file with a key by "
+            f"--host {host}: whoever reaches it could use it; name a file with a key by "
             f"{option}, or leave --host out"
         )
     return None
