@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from databases import opened, put_in_force
 from doors import Door
+from pairs import tiny_model
 from synthetic import policy
+from transformers import AutoTokenizer
 from waiting import PATIENCE_S, eventually
 
 from spectune.demo.prompts import demo_workload
-from spectune.engines.engine import Answered, Load, Prompt, Wanted
+from spectune.engines.engine import Wanted
 from spectune.engines.vllm.folder import (
     NotedRequest,
     Tried,
@@ -29,36 +31,43 @@ from spectune.engines.vllm.follow import Follower
 from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
 from spectune.runtime.pair import read_pair
-from spectune.runtime.policies.document import Policy
 from spectune.runtime.text_codec import load_codec
 from spectune.traces.errors import EngineError
-from spectune.traces.schema import Sampling
 
 CLIENTS, TOKENS = 4, 32
-PAIR = read_pair("demo")
-TRIED = [
-    *(policy("small", gamma) for gamma in (24, 2)),
-    policy("small", {"kind": "by_load", "gamma": {"1": 0}}),
-]
+FAST, SLOW = policy("heavy", {"kind": "by_load", "gamma": {"1": 0}}), policy("heavy", 8)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[OwnServer]:
-    running = OwnServer(PAIR, Wanted("small", 24, 8, 400))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo pair's target with a draft that costs more than it and agrees with nothing: to draft
+    is slower however busy the machine is."""
+    folder, target = tmp_path_factory.mktemp("pair"), read_pair("demo").target
+    words = AutoTokenizer.from_pretrained(target)
+    tiny_model("llama", len(words), hidden=512, layers=8).save_pretrained(folder / "heavy")
+    words.save_pretrained(folder / "heavy")
+    document = {"name": "heavy", "target": target, "drafts": {"heavy": "heavy"}}
+    (folder / "pair.json").write_text(json.dumps(document))
+    return folder / "pair.json"
+
+
+@pytest.fixture(scope="module")
+def server(pair: Path) -> Iterator[OwnServer]:
+    running = OwnServer(read_pair(str(pair)), Wanted("heavy", 8, 8, 400))
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[Prompt]:
-    codec, texts = load_codec(PAIR), [line["turns"][0] for line in demo_workload()][:16]
-    return [Prompt(f"p{n}", "demo", tuple(codec.encode(text))) for n, text in enumerate(texts)]
+def prompts(pair: Path) -> list[list[int]]:
+    codec = load_codec(read_pair(str(pair)))
+    return [codec.encode(line["turns"][0]) for line in demo_workload()[:16]]
 
 
 class Traffic:
     """Clients that send prompts without a pause; ``texts``: each text that a prompt had."""
 
-    def __init__(self, server: RunningServer, prompts: list[Prompt]) -> None:
+    def __init__(self, server: RunningServer, prompts: list[list[int]]) -> None:
         self.server, self.prompts = server, prompts
         self.texts: dict[int, set[tuple[int, ...]]] = {n: set() for n in range(len(prompts))}
         self.failures: list[str] = []
@@ -67,7 +76,7 @@ class Traffic:
     def _send(self, first: int) -> None:
         number = first
         while not self.over.is_set():
-            request = {"prompt": list(self.prompts[number].ids), "max_tokens": TOKENS}
+            request = {"prompt": self.prompts[number], "max_tokens": TOKENS}
             try:
                 text = self.server.complete(**request, temperature=0)
                 self.texts[number].add(tuple(text))
@@ -88,52 +97,35 @@ class Traffic:
                 thread.join()
 
 
-def seconds_per_token(answers: list[Answered]) -> float:
-    steps = [step for answer in answers for step in answer.steps if not step.reads_prompt]
-    return sum(step.round_s for step in steps) / sum(step.emitted for step in steps)
-
-
-def slower_and_faster(server: OwnServer, prompts: list[Prompt]) -> tuple[Policy, Policy]:
-    """The slowest and the fastest of some numbers of draft tokens on this machine."""
-    speeds = {}
-    for chosen in TRIED:
-        how = {"sampling": Sampling(), "max_new_tokens": TOKENS}
-        answers = [list(server.execute(prompts, chosen, Load(CLIENTS), **how)) for _ in range(2)]
-        speeds[seconds_per_token(answers[-1])] = chosen
-    print({chosen.label(): f"{1e3 * s:.2f} ms a token" for s, chosen in speeds.items()})
-    RunningServer.close(server)  # what was tried ends; it goes on
-    return speeds[max(speeds)], speeds[min(speeds)]
-
-
 def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
-    server: OwnServer, prompts: list[Prompt], tmp_path: Path
+    pair: Path, server: OwnServer, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    slow, fast = slower_and_faster(server, prompts)
+    spec = read_pair(str(pair))
     door, told, stop = Door(str(tmp_path / "traffic.db")), list[str](), threading.Event()
     traffic = Traffic(server, prompts)
     with opened(str(door.db)) as store:
-        store.put_pair(PAIR.id, PAIR.name, PAIR.to_json(), PAIR.models)
-        first = put_in_force(store, PAIR.id, slow, deployment="vllm")
-        follower = Follower(store, server.folder, "vllm", told.append, pair=PAIR)
+        store.put_pair(spec.id, spec.name, spec.to_json(), spec.models)
+        first = put_in_force(store, spec.id, SLOW, deployment="vllm")
+        follower = Follower(store, server.folder, "vllm", told.append, pair=spec)
         thread = threading.Thread(target=follower.run, args=(stop,))
         thread.start()
         try:
             with traffic.flowing():
                 eventually(lambda: follower.policy.is_in_force and store.followed_servers())
-                how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm")
+                how = ("--pair", pair, "--device", "cpu", "--deployment", "vllm")
                 how += ("--set", "block=3s", "--json")
-                up = door.call("policies rollout", json.dumps(fast.spelled_out()), *how)
+                up = door.call("policies rollout", json.dumps(FAST.spelled_out()), *how)
                 print(up.stdout, up.stderr)
-                promoted = store.active_publication(PAIR.id, "cpu", "vllm")
+                promoted = store.active_publication(spec.id, "cpu", "vllm")
                 assert promoted is not None
-                assert (up.exit_code, promoted.policy_id) == (0, fast.id)
+                assert (up.exit_code, promoted.policy_id) == (0, FAST.id)
                 assert promoted.supersedes == first
                 eventually(lambda: follower.policy.is_in_force)
-                down = door.call("policies rollout", json.dumps(slow.spelled_out()), *how)
+                down = door.call("policies rollout", json.dumps(SLOW.spelled_out()), *how)
                 print(down.stdout, down.stderr)
                 assert down.exit_code == 1
                 assert store.rollouts("vllm")[0].verdict in ("reverted", "inconclusive")
-                assert store.active_version(PAIR.id, "cpu", "vllm") == promoted.version
+                assert store.active_version(spec.id, "cpu", "vllm") == promoted.version
                 eventually(lambda: "trial" not in read_policy(server.folder))
         finally:
             stop.set()
@@ -150,25 +142,25 @@ def test_a_faster_policy_is_promoted_and_a_slower_one_ended(
     assert status.in_force.version == promoted.version
     assert traffic.failures == []
     assert all(len(texts) == 1 for texts in traffic.texts.values()), "a text depends on the policy"
-    assert {step.policy for step in steps} >= {slow.id, fast.id}
+    assert {step.policy for step in steps} >= {SLOW.id, FAST.id}
     assert verdicts == ["reverted", "promoted"]
 
 
 def test_no_trial_outlives_who_conducts_and_who_follows(
-    server: OwnServer, prompts: list[Prompt], tmp_path: Path
+    pair: Path, server: OwnServer, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """Both are killed; what they wrote stays in the folder, and nobody renews it."""
     (server.folder / "policy.json").unlink(missing_ok=True)
     door = Door(str(tmp_path / "killed.db"))
-    follow = door.start("follow", server.folder, "--pair", "demo")
-    how = ("--pair", "demo", "--device", "cpu", "--deployment", "vllm", "--set", "block=3s")
+    follow = door.start("follow", server.folder, "--pair", pair)
+    how = ("--pair", pair, "--device", "cpu", "--deployment", "vllm", "--set", "block=3s")
 
     def is_followed() -> bool:
         found = door.call("status", json=True)
         return found.exit_code == 0 and bool(json.loads(found.stdout)["deployments"])
 
     eventually(is_followed)
-    worker = door.start("policies", "rollout", json.dumps(TRIED[1].spelled_out()), *how)
+    worker = door.start("policies", "rollout", json.dumps(SLOW.spelled_out()), *how)
 
     def tried() -> Tried | None:
         status = read_status(server.folder)
@@ -182,7 +174,7 @@ def test_no_trial_outlives_who_conducts_and_who_follows(
     assert read_policy(server.folder)["trial"]["version"] == -1
     noted = len(rounds_versions(server.folder))
     for prompt in prompts[:4]:
-        server.complete(prompt=list(prompt.ids), max_tokens=TOKENS, temperature=0)
+        server.complete(prompt=prompt, max_tokens=TOKENS, temperature=0)
     eventually(lambda: len(rounds_versions(server.folder)) >= noted + 4)
     assert set().union(*rounds_versions(server.folder)[-4:]) == {0}
 
