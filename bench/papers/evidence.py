@@ -24,7 +24,6 @@ from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loop import StaticSource
-from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
@@ -35,8 +34,8 @@ Interval = Sequence[float | None]
 ROUNDS, EMITTED, ACCEPTED, DRAFTED, PASSES, VERIFIED = range(6)
 """Columns of a replay's counts."""
 RESAMPLES = 400
-H100 = "gpu-nvidia-h100-80gb-hbm3"
-"""The results that the costs ``h100`` are from."""
+H200 = "gpu-nvidia-h200"
+"""The results that the costs ``h200`` are from."""
 
 
 def row(claim: str, cell: str, ours: Interval, why: str = "") -> Document:
@@ -52,38 +51,29 @@ def run_rows(
     arguments: Sequence[str],
 ) -> int:
     """Runs parts of a paper's tables, and adds their rows to ``bench/results/papers.json``, with
-    the command that makes them, the requests that were replayed and where costs are from. With
-    ``--pair FOLDER`` parts are of that pair, and called ``PART_PAIR``."""
+    the command that makes them, the requests that were replayed and where costs are from."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--pair", default="demo")
     parser.add_argument("--gsm8k", type=Path)
     typed, rest = parser.parse_known_args(arguments)
-    ON_PAIR["name"], GSM8K["file"] = typed.pair, typed.gsm8k
-    pair = read_pair(typed.pair).name
-    of_pair = "" if pair == "demo" else f"_{pair}"
+    GSM8K["file"] = typed.gsm8k
 
     def made(part: str, quick: bool) -> Document:
         SAMPLES.clear()
-        command, rows = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
+        command, rows = f"bench/run.py {name} --only {part}", parts[part](quick)
         command += " --gsm8k FILE" * part.startswith("dynaspec")
-        if of_pair:
-            command += " --pair FOLDER"
-            rows = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in rows]
         used = sources_of_costs(quick) if costs.cache_info().currsize else {}
         samples = [h.sample() for h in SAMPLES.values()]
         return {"command": command, "costs": used, "samples": samples, "rows": rows}
 
-    named = {f"{part}{of_pair}": partial(made, part) for part in parts}
+    named = {part: partial(made, part) for part in parts}
     return run_parts(about, "papers", named, rest)
 
 
 # ----------------------------------------------------------------------------- recordings and costs
 
 
-ON_PAIR: dict[str, Any] = {"name": "demo"}
-"""The pair that is measured: the demo's, or a folder's."""
 GSM8K: dict[str, Path | None] = {"file": None}
-"""Its training split, which is part of what pairs are trained on."""
+"""Its training split, which is part of what the demo pair is trained on."""
 SAMPLES: dict[str, Halves] = {}
 """The halves that a part replays, by recording, with all of their unseen requests that it takes."""
 
@@ -92,7 +82,7 @@ SAMPLES: dict[str, Halves] = {}
 def recorded(temperature: float, quick: bool) -> Halves:
     """The halves of a temperature, with trees."""
     count = 120 if temperature else 180
-    return halves(state_folder(quick), temperature, quick, count=count, **ON_PAIR)
+    return halves(state_folder(quick), temperature, quick, count=count)
 
 
 @cache
@@ -101,7 +91,7 @@ def recorded_chains(temperature: float, quick: bool, tokens: int = 48) -> Halves
     rejection."""
     options: dict[str, Any] = {"count": 120, "tokens": tokens, "trees": False}
     options["verifier"] = "rejection" if temperature else "coupled"
-    return halves(state_folder(quick), temperature, quick, **options, **ON_PAIR)
+    return halves(state_folder(quick), temperature, quick, **options)
 
 
 def cells(temperature: float, quick: bool) -> Iterator[tuple[Halves, str, str]]:
@@ -118,7 +108,7 @@ def costs(quick: bool) -> dict[str, LatencyProfile]:
     cpu = h.store.profile_of(h.pair.id, None, device="cpu")
     return {
         "cpu": cpu or measured(h.store, h.pair, h.recording),
-        "h100": _h100(h.pair.id),
+        "h200": _h200(h.pair.id),
         "70b": _seventy(h.pair.id),
     }
 
@@ -126,18 +116,18 @@ def costs(quick: bool) -> dict[str, LatencyProfile]:
 def sources_of_costs(quick: bool) -> dict[str, str]:
     """Where each of the three costs is from."""
     cpu = costs(quick)["cpu"]
-    code = json.loads((RESULTS / f"{H100}.json").read_text())["passes"]["code"]
+    code = json.loads((RESULTS / f"{H200}.json").read_text())["passes"]["code"]
     return {
         "cpu": f"measured {cpu.created_at:%Y-%m-%d} on this machine",
-        "h100": f"{H100}.json, code of {code}",
+        "h200": f"{H200}.json, code of {code}",
         "70b": "HeteroSpec, table 6",
     }
 
 
-def _h100(pair_id: str) -> LatencyProfile:
-    """Measured on the H100 (:data:`H100`): the target's pass by tokens; a
+def _h200(pair_id: str) -> LatencyProfile:
+    """Measured on the H200 (:data:`H200`): the target's pass by tokens; a
     step of the draft, a level of the head; what trees take more, by level and by round."""
-    figures = json.loads((RESULTS / f"{H100}.json").read_text())
+    figures = json.loads((RESULTS / f"{H200}.json").read_text())
     passes = {r["what"]: r["ms"] / 1e3 for r in figures["passes"]["rows"]}
     rounds = {r["policy"]: r for r in figures["rounds"]["rows"]}
     rows = [name for name in passes if name.startswith("pass, tokens")]

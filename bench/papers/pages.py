@@ -90,17 +90,13 @@ def _c2t(rows: Sequence[Figures]) -> str:
 
 def _dynaspec(rows: Sequence[Figures]) -> str:
     routed = of_claim(rows, "routed")
-    wide = [row for row in routed if "wide" in row["cell"]]
-    demo = [row for row in routed if "wide" not in row["cell"]]
     executed = ", ".join(
         f"{row['cell'].split(', ')[1]} {row['ours'][0]:.2f}" for row in of_claim(rows, "executed")
     )
     return (
         f"What holds: {_ends(of_claim(rows, 'share'), 2)} of the vocabulary keep tau. Executed, "
         f"that is slower, as a head of 4,096 tokens costs too little to save ({executed} of the "
-        f"whole head's speed). Over FR-Spec a router has {_ends(demo)} of its tau here, and "
-        f"{_ends(wide)} on the pair `wide`, where FR-Spec's list holds "
-        f"{_told(wide, 'FR-Spec.s first choice in it ([0-9.]+)%', 1)}% of first choices."
+        f"whole head's speed). Over FR-Spec a router has {_ends(routed)} of its tau."
     )
 
 
@@ -191,7 +187,7 @@ PAPERS: Final = {
 ABOUT = (
     "By replay of requests that no fit and no choice of a baseline has seen: rounds are exact, "
     "intervals (95%) are over requests, without the error of costs. Ratios; below 1 is a "
-    "loss, of verified tokens and seconds a gain. Costs: `cpu`, two CPU cores; `h100`, rounds of a "
+    "loss, of verified tokens and seconds a gain. Costs: `cpu`, two CPU cores; `h200`, rounds of a "
     "pair ballasted to 8B; `70b`, a 70B target; these two charge nothing for entropies, "
     "classifiers and routers. At temperature 1 windows and drafts by prompt are verified by "
     "rejection, all else by `coupled` unless it says otherwise. *Met*: the unfavourable end of "

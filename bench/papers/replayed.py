@@ -4,7 +4,7 @@
 
 Rounds are replayed exactly on requests that no fit and no choice of a baseline has seen, greedy and
 at temperature 1. Seconds are composed from three costs: this CPU's measured profile (``cpu``), the
-H100's measured rounds of a pair ballasted to 8B (``h100``, its draft's step for both drafts), and a
+H200's measured rounds of a pair ballasted to 8B (``h200``, its draft's step for both drafts), and a
 70B target as HeteroSpec's table 6 publishes it (``70b``). A row holds the paper's figure, ours with
 a 95% interval over requests, and a cause. :mod:`papers.claims` has the papers' figures: where a
 table reports several models, ours is held against the smallest gain. Recordings and fits are kept
@@ -216,8 +216,8 @@ def _heterospec_ablations(h: Halves, draft: str, fit: StoredFit, quick: bool) ->
         rows.append(speedup(f"alpha {alpha}", f"{draft}, 70b", code, new, base, profiles["70b"]))
     for category, source, others in by_category(h, draft):
         both = in_bins(draft, fit_in_bins(h, source).artifact), eagle(draft)
-        place = f"{draft}, bins of {category} elsewhere, h100"
-        rows.append(speedup("domain", place, h, *both, profiles["h100"], places=others))
+        place = f"{draft}, bins of {category} elsewhere, h200"
+        rows.append(speedup("domain", place, h, *both, profiles["h200"], places=others))
     cpu = profiles["cpu"]
     free = {name: table for name, table in cpu.terms.items() if name != f"stratify/{draft}"}
     charged, without = (replayed(h, new, p).seconds for p in (cpu, replace(cpu, terms=free)))
@@ -530,7 +530,7 @@ def draft_choice(quick: bool, temperature: float = 0.0) -> list[Document]:
         name: published(h.pair.id, flat(1.0), dict(zip(drafts, shares, strict=True)))
         for name, shares in WEIGHTS_READ.items()
     }
-    profiles = {name: costs(quick)[name] for name in ("h100", "70b")} | read
+    profiles = {name: costs(quick)[name] for name in ("h200", "70b")} | read
     for name, profile in profiles.items():
         steps = np.array([profile.terms[f"pass/{draft}"].seconds[0] for draft in drafts])
         shares = steps / profile.terms["target"].seconds[0]
