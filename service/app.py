@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spectune.runtime.loading import LoadedPair
 from spectune.service.answers import Answer, ChatAnswer, CompletionAnswer, error_object
@@ -27,6 +27,8 @@ from spectune.traces import schema
 from spectune.traces.errors import WorkloadError
 
 RETRY_AFTER_S = 1
+BODY_BYTES = 32 << 20
+"""The most that a request may have: it is read before anything is asked of it, the key included."""
 
 
 class ErrorText(BaseModel):
@@ -198,6 +200,26 @@ async def _leaving(request: Request, call: Call) -> None:
     call.leave()
 
 
+class BodyLimit:
+    """Refuses a request with more than ``BODY_BYTES`` while it is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > BODY_BYTES:
+                raise HTTPException(413, f"a body of more than {BODY_BYTES >> 20} MiB")
+            return message
+
+        await self.app(scope, limited if scope["type"] == "http" else receive, send)
+
+
 def make_app(
     server: Server,
     is_draining: Callable[[], bool] = lambda: False,
@@ -213,6 +235,7 @@ def make_app(
         await asyncio.to_thread(server.thread.close)
 
     app = FastAPI(title="spectune", lifespan=life, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit)
 
     async def check_key(request: Request) -> None:
         server.check_key(request)

@@ -29,6 +29,7 @@ from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.document import AUTOREGRESSIVE, parse_policy
 from spectune.runtime.policies.plan import Plan, prepare
 from spectune.runtime.text_codec import TextCodec
+from spectune.service.app import BODY_BYTES
 from spectune.service.text_stream import TextStream
 
 DOCUMENTS: list[dict[str, Any]] = [
@@ -411,6 +412,16 @@ def test_models_routes_and_bodies_that_there_are_not(server: Served) -> None:
         headers = {"Content-Type": "application/json"}
         response = httpx2.post(f"{server.url}/v1/completions", content=content, headers=headers)
         error_of(response, 400)
+
+
+def test_a_body_beyond_the_limit_is_refused(pair: LoadedPair, plans: list[Plan]) -> None:
+    """With its length said before, and in chunks; without a key: nobody reads it to its end."""
+    with served(pair, StaticSource(plans[0]), key="secret") as running:
+        for content in (b" " * (BODY_BYTES + 1), iter([b" " * (1 << 20)] * 40)):
+            response = httpx2.post(f"{running.url}/v1/completions", content=content)
+            assert "32 MiB" in error_of(response, 413)["message"]
+        body = {"prompt": "x", "max_tokens": 2}
+        assert running.post("completions", "secret", **body).status_code == 200
 
 
 def test_a_key_is_asked_for(pair: LoadedPair, plans: list[Plan]) -> None:
