@@ -9,6 +9,7 @@ alone; what is done is not done again unless ``--fresh``. ``--quick`` proves tha
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,4 +19,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench.harness import main
 
 if __name__ == "__main__":
+    # Servers, `control` and `follow` that it has begun end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:], __doc__))

@@ -1,6 +1,6 @@
 """Cells of the map executed: of this machine, blind, and what tunings executed on GPUs.
 
-    python bench/run.py map_executed [--only blind|executed] [--quick]
+    python bench/run.py map_executed [--only blind|acceptance|executed] [--quick]
 
 ``blind``: twelve cells, drawn by a seed before anything was run, on requests that the map has not
 read. Eight cells are of one request at a time: a draft, a temperature, a category; four of 8 to 32
@@ -8,6 +8,8 @@ clients, of all categories. Costs are a profile that is measured just before, al
 clock. The verdict is the map's (of several clients: of chains and trees, served by replay); it,
 what would be next and no draft are executed in turns on 40 requests. It is right where it is faster
 than no draft, or than what is next, beyond noise; wrong where one of these is faster than it.
+``acceptance``: what of a cell's error is that these 40 requests are others: tokens a round of its
+policy on them over those of the half that the map compares; nothing of it is timed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pairs import fixed, top_k
 
 from bench import RESULTS
@@ -27,6 +30,7 @@ from bench.harness import say, state_folder
 from bench.lab import CATEGORIES, Halves, interval_of, requests
 from bench.map.cells import (
     REQUESTS,
+    RESAMPLES,
     TEMPERATURES,
     Drafted,
     best_of_each,
@@ -37,10 +41,13 @@ from bench.map.cells import (
     times_as_fast,
 )
 from bench.map.costs import named
+from bench.papers.evidence import EMITTED, ROUNDS
 from bench.verdicts import of_draws, outcome
-from spectune.optimizer.execute import DecodeOptions, Executor, encode, warm
+from spectune.optimizer.execute import DecodeOptions, Executor, encode, run, warm
 from spectune.optimizer.fit.for_tuning import fit_drafts
 from spectune.optimizer.replay.fast_replay import run_replay
+from spectune.runtime.decoder import prepare_for
+from spectune.runtime.loop import StaticSource
 from spectune.runtime.policies.document import AUTOREGRESSIVE, Policy, parse_policy
 from spectune.traces.tables import LatencyProfile
 
@@ -53,6 +60,7 @@ PASSES = 3
 DRAWS = 40
 
 Cell = tuple[float, str, str, int]
+Counted = npt.NDArray[np.int64]
 
 
 def drawn() -> list[Cell]:
@@ -159,6 +167,44 @@ def _together(h: Halves, cell: Cell, profile: LatencyProfile, quick: bool) -> di
     return {**_row(verdict, following, best, told, executed), "again": again}
 
 
+def acceptance(quick: bool) -> dict[str, Any]:
+    """Of each cell of one request at a time the policy that was executed beside no draft."""
+    state, rows = state_folder(quick), []
+    drawn_cells = json.loads((RESULTS / "map.json").read_text())["blind"]["rows"]
+    for cell in [r for r in drawn_cells if r["clients"] == 1][: 1 if quick else None]:
+        h, draft = recording(state, cell["temperature"], quick), cell["draft"]
+        limits = fit_drafts(h.store, h.pair, h.recording, [draft], fixed=(), routed=())[draft]
+        label = cell["following" if cell["verdict"] == "nothing" else "policy"]
+        policies = (one.policy for one in Drafted.of(h, draft, limits).tried)
+        policy = next(policy for policy in policies if quick or policy.label() == label)
+        among = categories(h)[cell["category"]]
+        replay = run_replay(h.trace, policy, artifacts=h.find)
+        here = replay.counts[[i for i in h.test if i in among]][:, [EMITTED, ROUNDS]]
+        count = 2 if quick else EXECUTED
+        workload = requests(count, skip=REQUESTS // len(CATEGORIES), category=cell["category"])
+        text = h.trace.trajectories[0]
+        encoded = encode(h.pair, workload, DecodeOptions(text.sampling, text.max_new_tokens))
+        source = StaticSource(prepare_for(h.pair, policy, artifacts=h.find))
+        steps = (decoded.steps for decoded in run(h.pair, source, encoded))
+        there = np.array([[sum(s.emitted for s in of), len(of)] for of in steps])
+        key = {name: cell[name] for name in ("temperature", "draft", "category")}
+        rows.append({**key, "policy": label, "tau_over": _tau_over(there, here)})
+        say(str(rows[-1]))
+    return {"rows": rows}
+
+
+def _tau_over(there: Counted, here: Counted) -> list[float]:
+    """Tokens a round of some requests over those of others, [requests, 2] tokens and rounds, and
+    its 95% interval over draws of both."""
+    rng, drawn_taus, taus = np.random.default_rng(0), [], []
+    for of in (there, here):
+        draws = rng.multinomial(len(of), np.full(len(of), 1 / len(of)), RESAMPLES) @ of
+        drawn_taus.append(draws[:, 0] / draws[:, 1])
+        taus.append(of.sum(0)[0] / of.sum(0)[1])
+    ends = np.quantile(drawn_taus[0] / drawn_taus[1], (0.025, 0.975))
+    return [round(float(x), 4) for x in (taus[0] / taus[1], *ends)]
+
+
 Ratio = Callable[[str, str], list[float]]
 
 
@@ -214,5 +260,5 @@ ON_GPUS = {
 """Policies by the labels of the tunings' results."""
 
 
-RESULT, PARTS = "map", {"blind": blind, "executed": on_gpus}
+RESULT, PARTS = "map", {"blind": blind, "acceptance": acceptance, "executed": on_gpus}
 __all__ = ["PARTS", "RESULT", "store"]

@@ -341,7 +341,7 @@ def _executed(figures: dict[str, Any]) -> list[str]:
         "requests are others, and reading their prompts is in what was executed alone:"
     )
     names = ("cell", "policy", "predicted", "executed", "verdict")
-    blind = _blind(figures["blind"]) if "blind" in figures else []
+    blind = _blind(figures["blind"], figures.get("acceptance")) if "blind" in figures else []
     return [about, "", *table(names, shown), *blind]
 
 
@@ -350,8 +350,8 @@ def outcomes(d: dict[str, Any]) -> list[str]:
     return [outcome(r["verdict"], r["executed"], r["following_executed"]) for r in d["rows"]]
 
 
-def _blind(d: dict[str, Any]) -> list[str]:
-    """Cells that were drawn before anything was run."""
+def _blind(d: dict[str, Any], acceptance: dict[str, Any] | None) -> list[str]:
+    """Cells that were drawn before anything was run; and how their requests were accepted."""
     rows = [
         (
             f"{r['draft']}, {r['category']}, temperature {r['temperature']:g}, "
@@ -369,6 +369,19 @@ def _blind(d: dict[str, Any]) -> list[str]:
     counts = Counter(outcomes(d))
     spoken = [r for r in d["rows"] if r["verdict"] != "nothing"]
     off = sorted(r["executed"][0] / r["predicted"][0] for r in spoken)
+    others = ""
+    if acceptance is not None:
+        key = ("temperature", "draft", "category")
+        taus = {tuple(r[k] for k in key): r["tau_over"][0] for r in acceptance["rows"]}
+        each = sorted(taus[tuple(r[k] for k in key)] for r in spoken)
+        rest = sorted(
+            r["executed"][0] / r["predicted"][0] / taus[tuple(r[k] for k in key)] for r in spoken
+        )
+        others = (
+            f" These 40 requests have {each[len(each) // 2]:.3f} ({each[0]:.3f} to {each[-1]:.3f}) "
+            "of the map's tokens a round by the same policy; without that, executed over "
+            f"predicted is {rest[len(rest) // 2]:.3f} ({rest[0]:.3f} to {rest[-1]:.3f})."
+        )
     again = sorted(abs(x - 1) for r in d["rows"] for x in r.get("again", ()))
     about = (
         f"**Blind**: {len(rows)} cells of this machine, drawn by seed {d['seed']} before anything "
@@ -376,7 +389,7 @@ def _blind(d: dict[str, Any]) -> list[str]:
         f"{counts['a tie']} ties (what is next is neither faster nor slower beyond noise), "
         f"{counts['wrong']} wrong. Executed over predicted, where the verdict is to "
         f"draft: {off[len(off) // 2]:.3f} in the median ({off[0]:.3f} to "
-        f"{off[-1]:.3f}); executing several clients again differs by "
+        f"{off[-1]:.3f}).{others} Executing several clients again differs by "
         f"{again[len(again) // 2]:.1%} in the median. By the processor's clock, in one thread. "
         f"`python bench/run.py map_executed --only blind`, {d['measured']}, code of {d['code']}."
     )
