@@ -101,6 +101,8 @@ def exactness() -> list[str]:
     told = [f"- {part['summary']}" for part in load("real").values()]
     if served := load("served").get("rounds_real"):
         told.append(f"- in vLLM: {served['summary']}")
+    if tuned := load("served").get("tune_url_real"):
+        told.append(f"- `tune --url` of it in vLLM: {tuned['summary']}")
     return ["## Is it exact", "", *told, ""]
 
 

@@ -61,7 +61,9 @@ def run_rows(
         SAMPLES.clear()
         command, rows = f"bench/run.py {name} --only {part}", parts[part](quick)
         command += " --gsm8k FILE" * part.startswith("dynaspec")
-        used = sources_of_costs(quick) if costs.cache_info().currsize else {}
+        cells = {word for r in rows for word in r["cell"].split(", ")}
+        every = sources_of_costs(quick) if costs.cache_info().currsize else {}
+        used = {name: source for name, source in every.items() if name in cells}
         samples = [h.sample() for h in SAMPLES.values()]
         return {"command": command, "costs": used, "samples": samples, "rows": rows}
 

@@ -230,7 +230,7 @@ def page(
     told = []
     for name in parts:
         part, of = figures[name], made[name]
-        cpu = [f"`cpu` was {part['costs']['cpu']}"] if part["costs"] else []
+        cpu = [f"`cpu` was {part['costs']['cpu']}"] if "cpu" in part["costs"] else []
         cpu = [words.removesuffix(", when is not kept") for words in cpu]
         samples = [sample.replace(IN_TURN, "dealt in turn") for sample in part["samples"]]
         about = "; ".join((f"{of['measured']}, code of {of['code']}", *samples, *cpu))

@@ -39,5 +39,6 @@ PARTS = {
     "predictions": part_of("load"),
     "overhead": part_of("overhead"),
     "tune_url": part_of("tune_url"),
+    "tune_url_real": part_of("tune_url", function="measure_real"),
     "check": part_of("check"),
 }

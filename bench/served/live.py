@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from bench import ROOT
 from bench.lab import interval_of, requests
 from spectune.engines.engine import Prompt, Wanted
+from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.folder import read_status
 from spectune.engines.vllm.running import RunningServer
 from spectune.engines.vllm.server import OwnServer
@@ -31,6 +32,13 @@ from spectune.traces.errors import EngineError
 from spectune.traces.store import TraceStore
 
 DRAFT, MOST, SEATS, MAX_LEN = "small", 8, 16, 512
+METHOD_SEATS = 8
+DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}
+"""vLLM's methods of drafting, and the draft that each has of its pair."""
+NAMES = {"ngram": "prompt lookup", "draft_model": "a draft model"}
+REAL = ROOT / "build" / "real" / "pair.json"
+"""The pair of Gemma 3 270M (`make real`)."""
+SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
 GIVE_UP_S, LOOK_S = 60.0, 0.005
 OFF = "none"
 """The draft of a server without one."""
@@ -52,6 +60,26 @@ def serving(
     wanted = Wanted(draft, MOST, seats, MAX_LEN, threads=threads)
     with closing(OwnServer(spec, wanted)) as server:
         yield server
+
+
+def methods_of(real: PairSpec) -> tuple[str, ...]:
+    """vLLM's methods of drafting that Gemma 3 270M has: prompt lookup, and the draft model that
+    `tools/gemma` trained, where the pair has it."""
+    return ("ngram", *(["draft_model"] if DRAFTERS["draft_model"] in real.drafts else []))
+
+
+def drafting(
+    spec: PairSpec, method: str, *arguments: str, **more: Any
+) -> AbstractContextManager[OwnServer]:
+    """A server, with one thread, of a pair that drafts by a method of vLLM; ``more``: of its
+    ``--speculative-config``."""
+    draft = DRAFTERS[method]
+    path = spec.drafts.get(draft)
+    config = speculative_config(path, MOST, METHOD_SEATS, method) | more
+    if path and spec.name != PAIR.name:  # else vLLM deals a draft's layers to several of its caches
+        arguments += ("--disable-hybrid-kv-cache-manager",)
+    how = f"--speculative-config '{json.dumps(config)}'"
+    return serving(*arguments, how, spec=spec, draft=draft, seats=METHOD_SEATS, threads=1)
 
 
 @contextmanager

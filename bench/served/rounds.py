@@ -22,13 +22,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import ROOT
 from bench.harness import say, state_folder
 from bench.lab import chain, requests, stored
-from bench.served.live import serving
+from bench.served.live import (
+    DRAFTERS,
+    METHOD_SEATS,
+    MOST,
+    NAMES,
+    REAL,
+    SMALL,
+    drafting,
+    methods_of,
+)
 from spectune.engines.abilities import VLLM
 from spectune.engines.engine import Answered, Load, Prompt
-from spectune.engines.vllm.command import speculative_config
 from spectune.engines.vllm.retrace import Retracer
 from spectune.engines.vllm.server import OwnServer
 from spectune.optimizer.execute import DecodeOptions
@@ -40,17 +47,13 @@ from spectune.runtime.text_codec import load_codec
 from spectune.traces.schema import Sampling
 from train_demo import mtp
 
-MOST, SEATS, TOKENS, COUNT = 8, 8, 64, 10
-DRAFTERS = {"ngram": "ngram", "mtp": "mtp", "eagle3": "head", "draft_model": "small"}
+TOKENS, COUNT = 64, 10
 TABLES = ({"1": 6, "3": 0, "6": 2}, {"1": 8, "2": 5, "4": 3, "7": 1})
-SMALL = "--distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
 TEMPERATURE, SAMPLED_COUNT = 0.8, 300
 OF_TAU = (1, 2, 4)
 """Tokens whose mean accepted length is predicted from texts at temperature 0.8."""
 RECORDED = 4
 """Tokens that the recorded texts were served with."""
-REAL = ROOT / "build" / "real" / "pair.json"
-NAMES = {"ngram": "prompt lookup", "draft_model": "a draft model"}
 REAL_GAMMAS = (2, 8)
 """Numbers of tokens that are served of Gemma 3 270M, beside a table."""
 Round = tuple[int, int, int]
@@ -77,8 +80,7 @@ def measure_real(quick: bool) -> dict[str, Any]:
     """Rounds of Gemma 3 270M (`make real`) by prompt lookup, and by the draft model that
     `tools/gemma` trained, where the pair has it."""
     spec = read_pair(str(REAL))
-    methods = "ngram", *(["draft_model"] if DRAFTERS["draft_model"] in spec.drafts else [])
-    drafters = stored_by(methods, "served-rounds-real.json", quick, spec, 32)
+    drafters = stored_by(methods_of(spec), "served-rounds-real.json", quick, spec, 32)
     figures, by = drafters.values(), " and ".join(NAMES[method] for method in drafters)
     rounds, differ = (sum(each[name] for each in figures) for name in ("rounds", "differ"))
     unlike = sum(len(row["texts"]) for each in figures for row in each["rows"])
@@ -147,22 +149,16 @@ class Drafter:
 
     def serving(self, **more: Any) -> AbstractContextManager[OwnServer]:
         """A server of it with prefix caching, which makes forced requests cheap."""
-        path = self.spec.drafts.get(self.draft)
-        config = speculative_config(path, MOST, SEATS, self.method) | more
-        arguments = f"--enable-prefix-caching --speculative-config '{json.dumps(config)}'"
-        if self.real and path:  # else vLLM deals a draft's layers to several of its caches
-            arguments += " --disable-hybrid-kv-cache-manager"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        how: dict[str, Any] = {"spec": self.spec, "draft": self.draft, "seats": SEATS}
-        return serving(SMALL, arguments, **how, threads=1)
+        return drafting(self.spec, self.method, SMALL, "--enable-prefix-caching", **more)
 
     def record(self, server: OwnServer, count: int, temperature: float) -> tuple[str, int]:
         """A recording of what a server serves and what its draft proposes there; its positions."""
         policy, options = chain(self.draft, RECORDED), self.options(temperature)
-        run = EngineRun(self.prompts(count), policy, Load(SEATS), options)
+        run = EngineRun(self.prompts(count), policy, Load(METHOD_SEATS), options)
         info = record_on(self.store, self.spec, server, run, fresh=True)
         self.store.finish_recording(info.id)
-        positions = Retracer(self.store, info, server, outstanding=SEATS).run().positions
+        positions = Retracer(self.store, info, server, outstanding=METHOD_SEATS).run().positions
         say(f"{self.method}: {positions} positions at temperature {temperature:g}")
         return info.id, positions
 
@@ -184,7 +180,7 @@ class Drafter:
             recordings["forced"] = forced
             rows: list[dict[str, Any]] = []
             for policy in policies:
-                for clients in (1, SEATS):
+                for clients in (1, METHOD_SEATS):
                     answers = self.execute(server, COUNT, policy, clients, 0.0)
                     about: dict[str, Any] = {"policy": policy.label(), "clients": clients}
                     for name, recording in recordings.items():
@@ -214,7 +210,7 @@ class Drafter:
         for gamma in OF_TAU if count == SAMPLED_COUNT else ():
             policy = chain(self.draft, gamma)
             replay = simulate(self.store, recording, policy, None).replay
-            answers = self.execute(server, count, policy, SEATS, TEMPERATURE)
+            answers = self.execute(server, count, policy, METHOD_SEATS, TEMPERATURE)
             emitted = [[step.emitted for step in a.steps[1:]] for a in answers]
             executed = np.array([[len(each), sum(each)] for each in emitted])
             predicted = tau_of(replay.counts[:, :2])
@@ -238,7 +234,7 @@ class Drafter:
     ) -> dict[str, Any]:
         """Executed rounds that a recording predicts; ``texts``: requests whose text is another."""
         trace = open_trace(self.store, recording, drafts=[self.draft]).trace
-        gammas = VLLM.tables(policy, draft=self.draft, most=MOST, max_num_seqs=SEATS)[0]
+        gammas = VLLM.tables(policy, draft=self.draft, most=MOST, max_num_seqs=METHOD_SEATS)[0]
         rounds = differ = 0
         texts = []
         for n, (answer, text) in enumerate(zip(answers, trace.trajectories, strict=True)):

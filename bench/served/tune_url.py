@@ -14,12 +14,23 @@ from typing import Any, NamedTuple
 
 from bench import ROOT
 from bench.harness import say
-from bench.served.live import await_version, command, serving, temporary_folder
+from bench.served.live import (
+    NAMES,
+    REAL,
+    await_version,
+    command,
+    drafting,
+    methods_of,
+    serving,
+    temporary_folder,
+)
 from spectune.engines.vllm.running import RunningServer
+from spectune.runtime.pair import read_pair
 from spectune.traces.errors import EngineError
 
 LIMIT_S = 600.0
 SIZE = ("--limit", 96, "--max-new-tokens", 64)
+REAL_SIZE = ("--limit", 32, "--max-new-tokens", 32, "--budget", "2m")
 QUICK = ("--limit", 32, "--max-new-tokens", 12, "--budget", "10s")
 INTERRUPTED = 130
 """A command's exit code after Ctrl-C."""
@@ -84,7 +95,26 @@ def tune(
 
 def measure(quick: bool) -> dict[str, Any]:
     with temporary_folder() as folder, serving() as server:
-        ended = tune(server, folder / "x.db", QUICK if quick else SIZE)
+        return _figures(tune(server, folder / "x.db", QUICK if quick else SIZE))
+
+
+def measure_real(quick: bool) -> dict[str, Any]:
+    """The same of Gemma 3 270M, by each way of drafting that it has."""
+    drafters, size = dict[str, dict[str, Any]](), QUICK if quick else REAL_SIZE
+    how: dict[str, Any] = {"pair": str(REAL), "clients": (1, 4), "limit_s": 2 * LIMIT_S}
+    for method in methods_of(spec := read_pair(str(REAL))):
+        with temporary_folder() as folder, drafting(spec, method) as server:
+            drafters[method] = _figures(tune(server, folder / "x.db", size, **how))
+    return {
+        "summary": "; ".join(
+            f"by {NAMES[method]}, {of['summary']}" for method, of in drafters.items()
+        ),
+        "holds": not any(of["texts_differ"] for of in drafters.values()),
+        "drafters": drafters,
+    }
+
+
+def _figures(ended: Ended) -> dict[str, Any]:
     tuned, seconds = ended.tuned, ended.seconds
     confirmed, differ = tuned["confirmed"], tuned["texts"]["differ"]
     return {
