@@ -28,13 +28,17 @@ def measured() -> list[Figures]:
     return list(load("real-tuned").values())
 
 
-def gain(d: Figures, named: bool = True) -> str:
-    """What was confirmed on requests held out, and its speed over autoregression there."""
+def confirmed_ratio(d: Figures) -> str:
+    """The speed over autoregression on requests held out, with its interval."""
+    (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+
+
+def gain(d: Figures) -> str:
+    """What was confirmed on requests held out, and its speed there."""
     if not d["confirmed"]:
         return "nothing was faster"
-    (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
-    policy = f"`{short(d['found'])}` " if named else ""
-    said = f"{policy}{ratio:.2f} ({low:.2f} to {high:.2f})"
+    said = f"`{short(d['found'])}` {confirmed_ratio(d)}"
     return said if d["published"] else f"{said}, not published"
 
 
@@ -67,17 +71,24 @@ def headline() -> str:
 
 def summary() -> str:
     """README's first speeds: each workload, and what it leaves out."""
-    told = [f"{d['workload']} {gain(d, False)}" for d in by_lookup() if not d["temperature"]]
+
+    def told(some: list[Figures]) -> str:
+        mark = {True: "**", False: ""}
+        marked = ((d["workload"], mark[d["published"]], confirmed_ratio(d)) for d in some)
+        return ", ".join(f"{workload} {m}{ratio}{m}" for workload, m, ratio in marked)
+
+    lookup, sampled = ([d for d in by_lookup() if bool(d["temperature"]) == t] for t in (0, 1))
+    said = [told(lookup)]
     if trained := [d for d in measured() if "winner" in d and d["drafts"] != "ngram"]:
-        told += [f"beside trained drafts {gain(d, False)}" for d in trained]
-    if sampled := [d for d in by_lookup() if d["temperature"]]:
+        said.append(f"beside trained drafts {told(trained)}")
+    if sampled:
         faster = sum(bool(d["published"]) for d in sampled)
-        told.append(f"at temperature 1 {faster} of {len(sampled)} gain")
+        said.append(f"at temperature 1 {faster or 'none'} of {len(sampled)}")
     held = sorted({d["confirm_requests"] for d in measured() if d.get("confirmed")})
     return (
         "**Gemma 3 270M** ([page](docs/gemma.md)), prompt lookup on CPU, times "
-        f"autoregression ({level()} interval; {' or '.join(map(str, held))} held out): "
-        f"{'; '.join(told)}"
+        f"autoregression ({level()} interval; {' or '.join(map(str, held))} held out; bold: "
+        f"published): {'; '.join(said)}"
     )
 
 
@@ -92,7 +103,8 @@ def page() -> str:
         "[C2T](papers/c2t.md) and [DynaSpec](papers/dynaspec.md). Written by `python "
         "bench/report.py`."
     )
-    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *beside_transformers(), *exactness()]
+    lines = ["# Gemma 3 270M", "", about, "", *tunings(), *in_vllm(), *beside_transformers()]
+    lines += exactness()
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -101,8 +113,6 @@ def exactness() -> list[str]:
     told = [f"- {part['summary']}" for part in load("real").values()]
     if served := load("served").get("rounds_real"):
         told.append(f"- in vLLM: {served['summary']}")
-    if tuned := load("served").get("tune_url_real"):
-        told.append(f"- `tune --url` of it in vLLM: {tuned['summary']}")
     return ["## Is it exact", "", *told, ""]
 
 
@@ -132,6 +142,39 @@ def tunings() -> list[str]:
         f"`python bench/run.py real_tuned`, {'; '.join(made)}:"
     )
     return ["## Tuned", "", about, "", *table((*columns, *more), rows)]
+
+
+def in_vllm() -> list[str]:
+    """What `tune --url` executed on a vLLM that it served."""
+    tuned = load("served").get("tune_url_real")
+    if not tuned:
+        return []
+    rows, seconds = [], []
+    for method, of in tuned["drafters"].items():
+        seconds.append(f"{of['seconds']:.0f} s")
+        (low, high), first = of["confirmed"]["interval"], of["loads"][0]["label"]
+        for policy in of["loads"]:
+            speeds = {run["load"]: run["measured"]["tokens_per_s"] for run in policy["loads"]}
+            each = (f"{speeds[f'clients:{n}']:.1f}" for n in (1, 4))
+            over = ""
+            if policy["policy_id"] == of["confirmed"]["id"]:
+                over = f"{of['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            as_served = policy["label"] == first
+            label = "what the server drafted" if as_served else f"`{short(policy['label'])}`"
+            rows.append((method.replace("_", " "), label, *each, over))
+    about = (
+        "`tune --url`, greedy, demo prompts (`python bench/run.py served --only tune_url_real`; "
+        f"{', '.join(seconds)}): tokens/s on two CPU cores, and what was confirmed on runs held "
+        "out. `autoregressive` has the draft loaded."
+    )
+    columns = (
+        "drafter",
+        "policy",
+        "1 client",
+        "4 clients",
+        "over what the server drafted (98% interval)",
+    )
+    return ["## Tuned in vLLM", "", about, "", *table(columns, rows)]
 
 
 def beside_transformers() -> list[str]:

@@ -299,6 +299,7 @@ def served() -> list[str]:
     if not (RESULTS / "served.json").exists():
         return []
     parts = {name: part for name, part in load("served").items() if "summary" in part}
+    parts.pop("tune_url_real", None)  # docs/gemma.md has it
     rows = []
     for name, part in parts.items():
         if (kind := name.partition("_")[0]) not in TOLD_TOGETHER:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         options.limit, options.tokens, options.budget, options.beside = 16, 8, "5s", 2
     names = [f"prompts={PAIR / 'texts.jsonl'}"] if not options.workload else options.workload
     workloads = dict(named.split("=", 1) for named in names)
-    drafts = "+".join(json.loads(options.pair.read_text())["drafts"]) or "ngram"
+    drafts = "+".join(sorted(read_pair(str(options.pair)).drafts)) or "ngram"
     file = result_file("real-tuned", options.quick)
     done = _stored(file)
     for name, path in workloads.items():

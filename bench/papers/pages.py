@@ -204,9 +204,6 @@ ABOUT = (
 
 APART = "Ours alone, or without a figure of the paper: no verdict."
 
-IN_TURN = "dealt in turn, so modules, documents and templates are in both"
-"""How the requests of older parts were dealt, as their samples say it."""
-
 
 def rows_of(figures: Figures, paper: str) -> list[Figures]:
     """The rows of all parts of a paper."""
@@ -235,13 +232,9 @@ def page(
     for name in parts:
         part, of = figures[name], made[name]
         cpu = [f"`cpu` was {part['costs']['cpu']}"] if "cpu" in part["costs"] else []
-        cpu = [words.removesuffix(", when is not kept") for words in cpu]
-        samples = [sample.replace(IN_TURN, "dealt in turn") for sample in part["samples"]]
-        about = "; ".join((f"{of['measured']}, code of {of['code']}", *samples, *cpu))
+        about = "; ".join((f"{of['measured']}, code of {of['code']}", *part["samples"], *cpu))
         told.append(f"- `python {part['command']}`: {about}")
     told += [f"- costs `{cost}`: {source}" for cost, source in costs.items() if cost != "cpu"]
-    if any(IN_TURN in sample for name in parts for sample in figures[name]["samples"]):
-        told.append(f"- {IN_TURN}")
     lines += ["## How it was measured", "", ABOUT, "", *told, ""]
     return "\n".join(lines)
 
