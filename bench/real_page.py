@@ -30,16 +30,17 @@ def measured() -> list[Figures]:
 
 def confirmed_ratio(d: Figures) -> str:
     """The speed over autoregression on requests held out, with its interval."""
+    if not d["confirmed"]:
+        return "nothing was faster"
     (low, high), ratio = d["confirmed"]["interval"], d["confirmed"]["ratio"]
     return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 def gain(d: Figures) -> str:
     """What was confirmed on requests held out, and its speed there."""
-    if not d["confirmed"]:
-        return "nothing was faster"
-    said = f"`{short(d['found'])}` {confirmed_ratio(d)}"
-    return said if d["published"] else f"{said}, not published"
+    found = f"`{short(d['found'])}` " if d["confirmed"] else ""
+    unproved = ", not published" if d["confirmed"] and not d["published"] else ""
+    return f"{found}{confirmed_ratio(d)}{unproved}"
 
 
 def by_lookup() -> list[Figures]:
@@ -152,13 +153,12 @@ def in_vllm() -> list[str]:
     rows, seconds = [], []
     for method, of in tuned["drafters"].items():
         seconds.append(f"{of['seconds']:.0f} s")
-        (low, high), first = of["confirmed"]["interval"], of["loads"][0]["label"]
+        confirmed, first = of["confirmed"], of["loads"][0]["label"]
         for policy in of["loads"]:
             speeds = {run["load"]: run["measured"]["tokens_per_s"] for run in policy["loads"]}
             each = (f"{speeds[f'clients:{n}']:.1f}" for n in (1, 4))
-            over = ""
-            if policy["policy_id"] == of["confirmed"]["id"]:
-                over = f"{of['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            is_confirmed = confirmed and policy["policy_id"] == confirmed["id"]
+            over = confirmed_ratio(of) if is_confirmed else ""
             as_served = policy["label"] == first
             label = "what the server drafted" if as_served else f"`{short(policy['label'])}`"
             rows.append((method.replace("_", " "), label, *each, over))

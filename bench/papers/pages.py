@@ -122,8 +122,7 @@ def _joint(rows: Sequence[Figures]) -> str:
     gain, loss = (f" ({_ends(some)})" if some else "" for some in (faster, slower))
     return (
         f"Two together beat the best alone beyond noise in {len(faster)} of {len(every)} figures"
-        f"{gain}, and are slower in {len(slower)}{loss}, where a gain on the requests of the "
-        "search does not last on others."
+        f"{gain}, and are slower in {len(slower)}{loss}."
     )
 
 
