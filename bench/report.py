@@ -784,7 +784,10 @@ def on_cpu() -> str:
         )
         assert proved
         value, low, high = (float(proved[n]) for n in (1, 3, 4))
-        told.append(f"{r['workload']} `{short(r['winner'])}` {value:.2f} ({low:.2f} to {high:.2f})")
+        said = f"{r['workload']} `{short(r['winner'])}` {value:.2f} ({low:.2f} to {high:.2f})"
+        if off := re.search(r"failed its check: .* is (\d+%)", r["reason"]):
+            said += f", profile {off[1]} off"
+        told.append(said)
         levels.add(f"{proved[2]} interval, {proved[5]} requests held out")
     return (
         "**Two shared CPU cores**, the demo pair, published, times autoregression "
