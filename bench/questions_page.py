@@ -22,7 +22,7 @@ def page(load: Callable[[str], dict[str, Any]], believed: str) -> str:
 
     def ends(paper: str, claim: str, place: str = "") -> str:
         rows = papers.of_claim(papers.rows_of(figures, paper), claim, place)
-        ours = sorted(row["ours"] for row in rows)
+        ours = sorted(row["ours"] for row in rows if "wide" not in row["cell"])
         return " to ".join(dict.fromkeys(map(papers.figure, (ours[0], ours[-1]))))
 
     vocabulary, mapped = load("vocabulary"), load("map")

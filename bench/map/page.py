@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from math import log
+from operator import itemgetter
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -371,12 +372,10 @@ def _blind(d: dict[str, Any], acceptance: dict[str, Any] | None) -> list[str]:
     off = sorted(r["executed"][0] / r["predicted"][0] for r in spoken)
     others = ""
     if acceptance is not None:
-        key = ("temperature", "draft", "category")
-        taus = {tuple(r[k] for k in key): r["tau_over"][0] for r in acceptance["rows"]}
-        each = sorted(taus[tuple(r[k] for k in key)] for r in spoken)
-        rest = sorted(
-            r["executed"][0] / r["predicted"][0] / taus[tuple(r[k] for k in key)] for r in spoken
-        )
+        cell = itemgetter("temperature", "draft", "category")
+        taus = {cell(r): r["tau_over"][0] for r in acceptance["rows"]}
+        each = sorted(taus[cell(r)] for r in spoken)
+        rest = sorted(r["executed"][0] / r["predicted"][0] / taus[cell(r)] for r in spoken)
         others = (
             f" These 40 requests have {each[len(each) // 2]:.3f} ({each[0]:.3f} to {each[-1]:.3f}) "
             "of the map's tokens a round by the same policy; without that, executed over "

@@ -24,6 +24,7 @@ from spectune.optimizer.tuning.confirmation import finite
 from spectune.optimizer.tuning.timings import Timings
 from spectune.runtime.decoder import Decoded, prepare_for
 from spectune.runtime.loop import StaticSource
+from spectune.runtime.pair import read_pair
 from spectune.runtime.policies.artifacts import Artifacts
 from spectune.runtime.policies.document import Policy, parse_policy
 from spectune.traces.cost_table import CostTable
@@ -51,31 +52,40 @@ def run_rows(
     arguments: Sequence[str],
 ) -> int:
     """Runs parts of a paper's tables, and adds their rows to ``bench/results/papers.json``, with
-    the command that makes them, the requests that were replayed and where costs are from."""
+    the command that makes them, the requests that were replayed and where costs are from. With
+    ``--pair FOLDER`` parts are of that pair, and called ``PART_PAIR``."""
     parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--pair", default="demo")
     parser.add_argument("--gsm8k", type=Path)
     typed, rest = parser.parse_known_args(arguments)
-    GSM8K["file"] = typed.gsm8k
+    ON_PAIR["name"], GSM8K["file"] = typed.pair, typed.gsm8k
+    pair = read_pair(typed.pair).name
+    of_pair = "" if pair == "demo" else f"_{pair}"
 
     def made(part: str, quick: bool) -> Document:
         SAMPLES.clear()
-        command, rows = f"bench/run.py {name} --only {part}", parts[part](quick)
+        command, rows = f"bench/run.py {name} --only {part}{of_pair}", parts[part](quick)
         command += " --gsm8k FILE" * part.startswith("dynaspec")
+        if of_pair:
+            command += " --pair FOLDER"
+            rows = [{**r, "cell": f"{r['cell']}, pair {pair}"} for r in rows]
         cells = {word for r in rows for word in r["cell"].split(", ")}
         every = sources_of_costs(quick) if costs.cache_info().currsize else {}
         used = {name: source for name, source in every.items() if name in cells}
         samples = [h.sample() for h in SAMPLES.values()]
         return {"command": command, "costs": used, "samples": samples, "rows": rows}
 
-    named = {part: partial(made, part) for part in parts}
+    named = {f"{part}{of_pair}": partial(made, part) for part in parts}
     return run_parts(about, "papers", named, rest)
 
 
 # ----------------------------------------------------------------------------- recordings and costs
 
 
+ON_PAIR: dict[str, Any] = {"name": "demo"}
+"""The pair that is measured: the demo's, or a folder's."""
 GSM8K: dict[str, Path | None] = {"file": None}
-"""Its training split, which is part of what the demo pair is trained on."""
+"""Its training split, which is part of what pairs are trained on."""
 SAMPLES: dict[str, Halves] = {}
 """The halves that a part replays, by recording, with all of their unseen requests that it takes."""
 
@@ -84,7 +94,7 @@ SAMPLES: dict[str, Halves] = {}
 def recorded(temperature: float, quick: bool) -> Halves:
     """The halves of a temperature, with trees."""
     count = 120 if temperature else 180
-    return halves(state_folder(quick), temperature, quick, count=count)
+    return halves(state_folder(quick), temperature, quick, count=count, **ON_PAIR)
 
 
 @cache
@@ -93,7 +103,7 @@ def recorded_chains(temperature: float, quick: bool, tokens: int = 48) -> Halves
     rejection."""
     options: dict[str, Any] = {"count": 120, "tokens": tokens, "trees": False}
     options["verifier"] = "rejection" if temperature else "coupled"
-    return halves(state_folder(quick), temperature, quick, **options)
+    return halves(state_folder(quick), temperature, quick, **options, **ON_PAIR)
 
 
 def cells(temperature: float, quick: bool) -> Iterator[tuple[Halves, str, str]]:
